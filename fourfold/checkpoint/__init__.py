@@ -1,0 +1,1 @@
+"""Everything needed to go on, on disk: what is saved, and how it is committed."""

@@ -1,0 +1,1 @@
+"""From text to batches: corpora, tokenizers, the order of samples, the loader."""

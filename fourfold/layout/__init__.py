@@ -1,0 +1,1 @@
+"""Where everything lies: four degrees, ranks and coordinates, pipe stages. No torch."""

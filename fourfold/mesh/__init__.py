@@ -1,0 +1,1 @@
+"""This process and the others: process group, device, device mesh."""

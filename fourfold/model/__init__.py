@@ -1,0 +1,1 @@
+"""The GPT. Plain torch: nothing here knows that other processes exist."""

@@ -1,0 +1,186 @@
+"""The GPT of GPT-2 and GPT-3, top to bottom: blocks of attention and feed-forward on a residual stream, norms before
+each, learned positions, a head that may share the token embedding's weight.
+
+One model serves every precision and layout. Weights are float32 and are cast to the dtype of what flows through them.
+A pipe stage is this class with parts absent; mp and sharding are applied from outside (parallelize/) and find the
+parts by name. Shapes: b batch, t time (sequence), d hidden, f feed-forward, h heads, k head width, v vocabulary.
+"""
+
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from fourfold.config.schema import Model
+from fourfold.cost.params import sizes
+from fourfold.layout.stages import PipeStage, whole_model
+from fourfold.model.dropout import Dropout
+from fourfold.model.loss import summed_cross_entropy
+
+
+class KeyValueCache(Protocol):
+    """What attention needs of a cache (generate/cache.py has it)."""
+
+    length: int
+
+    def extend(
+        self, layer: int, k_bhtk: torch.Tensor, v_bhtk: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+class Linear(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.weight.to(x.dtype), self.bias.to(x.dtype))
+
+
+class LayerNorm(nn.LayerNorm):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.layer_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.bias.to(x.dtype), self.eps)
+
+
+class CoreAttention(nn.Module):
+    """The attention product alone: what `recompute_granularity: core_attn` computes again."""
+
+    def __init__(self, dropout_p: float) -> None:
+        super().__init__()
+        self.dropout_p = dropout_p
+
+    def forward(self, q_bhtk: torch.Tensor, k_bhtk: torch.Tensor, v_bhtk: torch.Tensor) -> torch.Tensor:
+        dropout_p = self.dropout_p if self.training else 0.0
+        new, seen = q_bhtk.shape[2], k_bhtk.shape[2]
+        if new == seen or new == 1:  # a single new token may look at all before it
+            return F.scaled_dot_product_attention(q_bhtk, k_bhtk, v_bhtk, dropout_p=dropout_p, is_causal=new == seen)
+        may_look = torch.ones(new, seen, dtype=torch.bool, device=q_bhtk.device).tril(seen - new)
+        return F.scaled_dot_product_attention(q_bhtk, k_bhtk, v_bhtk, attn_mask=may_look, dropout_p=dropout_p)
+
+
+class Attention(nn.Module):
+    """Query, key and value rows of the one weight are interleaved head by head, so that cutting the weight's first dim
+    into equal parts gives each mp rank whole heads. The number of heads is read off the activations for the same reason.
+    """
+
+    def __init__(self, model: Model, layer: int) -> None:
+        super().__init__()
+        self.layer = layer
+        self.head_width = model.hidden_size // model.num_attention_heads
+        self.qkv = Linear(model.hidden_size, 3 * model.hidden_size)
+        self.core = CoreAttention(model.attention_probs_dropout_prob)
+        self.out = Linear(model.hidden_size, model.hidden_size)
+
+    def forward(self, x_btd: torch.Tensor, cache: KeyValueCache | None = None) -> torch.Tensor:
+        qkv = self.qkv(x_btd)
+        b, t, _ = qkv.shape
+        q_bhtk, k_bhtk, v_bhtk = qkv.view(b, t, -1, 3, self.head_width).permute(3, 0, 2, 1, 4).unbind(0)
+        if cache is not None:
+            k_bhtk, v_bhtk = cache.extend(self.layer, k_bhtk, v_bhtk)
+        y_bhtk = self.core(q_bhtk, k_bhtk, v_bhtk)
+        return self.out(y_bhtk.transpose(1, 2).reshape(b, t, -1))
+
+
+class FeedForward(nn.Module):
+    def __init__(self, model: Model) -> None:
+        super().__init__()
+        hidden, ffn, _, _ = sizes(model)
+        self.up = Linear(hidden, ffn)
+        self.down = Linear(ffn, hidden)
+
+    def forward(self, x_btd: torch.Tensor) -> torch.Tensor:
+        return self.down(F.gelu(self.up(x_btd), approximate="tanh"))
+
+
+class Block(nn.Module):
+    def __init__(self, model: Model, layer: int) -> None:
+        super().__init__()
+        self.norm1 = LayerNorm(model.hidden_size)
+        self.attention = Attention(model, layer)
+        self.dropout1 = Dropout(model.hidden_dropout_prob, site=2 * layer + 1)
+        self.norm2 = LayerNorm(model.hidden_size)
+        self.feedforward = FeedForward(model)
+        self.dropout2 = Dropout(model.hidden_dropout_prob, site=2 * layer + 2)
+
+    def forward(
+        self, x_btd: torch.Tensor, sample_keys_b: torch.Tensor | None = None, cache: KeyValueCache | None = None
+    ) -> torch.Tensor:
+        x_btd = x_btd + self.dropout1(self.attention(self.norm1(x_btd), cache), sample_keys_b)
+        return x_btd + self.dropout2(self.feedforward(self.norm2(x_btd)), sample_keys_b)
+
+
+class Embedding(nn.Module):
+    """Tokens and learned positions, each cast before they are added, so that rounding is the same on every layout."""
+
+    def __init__(self, model: Model, compute_dtype: torch.dtype) -> None:
+        super().__init__()
+        hidden, _, vocab, positions = sizes(model)
+        self.compute_dtype = compute_dtype
+        self.tokens = nn.Embedding(vocab, hidden)
+        self.positions = nn.Embedding(positions, hidden)
+        self.dropout = Dropout(model.hidden_dropout_prob, site=0)
+
+    def forward(
+        self, tokens_bt: torch.Tensor, sample_keys_b: torch.Tensor | None, first_position: int
+    ) -> torch.Tensor:
+        positions_t = torch.arange(first_position, first_position + tokens_bt.shape[1], device=tokens_bt.device)
+        x_btd = self.tokens(tokens_bt).to(self.compute_dtype) + self.positions(positions_t).to(self.compute_dtype)
+        return self.dropout(x_btd, sample_keys_b)
+
+
+class Head(nn.Module):
+    """Logits, or, where targets are given, the summed loss without ever holding all logits."""
+
+    def __init__(self, model: Model) -> None:
+        super().__init__()
+        hidden, _, vocab, _ = sizes(model)
+        assert model.vocab_size != "auto"
+        self.vocab_size = model.vocab_size
+        self.weight = nn.Parameter(torch.empty(vocab, hidden))
+
+    def forward(self, x_btd: torch.Tensor, targets_bt: torch.Tensor | None) -> torch.Tensor:
+        if targets_bt is not None:
+            return summed_cross_entropy(x_btd, self.weight, targets_bt, self.vocab_size)
+        return F.linear(x_btd, self.weight.to(x_btd.dtype))[..., : self.vocab_size]
+
+
+class GPT(nn.Module):
+    """The part of a GPT that one pipe stage holds; all of it by default.
+
+    The first stage takes tokens, the others the hidden states of the stage before. The last gives the loss summed over
+    the targets, of shape (1,), or logits where there are no targets; the others give hidden states.
+    """
+
+    def __init__(
+        self, model: Model, compute_dtype: torch.dtype = torch.float32, stage: PipeStage | None = None
+    ) -> None:
+        super().__init__()
+        stage = stage or whole_model(model.num_layers)
+        self.stage = stage
+        self.compute_dtype = compute_dtype
+        self.is_tied = model.tie_word_embeddings and stage.has_embedding and stage.has_head
+        self.embedding = Embedding(model, compute_dtype) if stage.has_embedding else None
+        # keyed by the layer's number in the whole model, so that names never depend on the layout
+        self.blocks = nn.ModuleDict({str(layer): Block(model, layer) for layer in stage.layers})
+        self.norm = LayerNorm(model.hidden_size) if stage.has_head else None
+        self.head = Head(model) if stage.has_head else None
+        self.tie_weights()
+
+    def tie_weights(self) -> None:
+        """Again after anything that replaces parameters: moving from the meta device does, and so does mp."""
+        if self.is_tied:
+            assert self.head is not None and self.embedding is not None
+            self.head.weight = self.embedding.tokens.weight
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        targets_bt: torch.Tensor | None = None,
+        sample_keys_b: torch.Tensor | None = None,
+        cache: KeyValueCache | None = None,
+    ) -> torch.Tensor:
+        if self.embedding is not None:
+            x = self.embedding(x, sample_keys_b, 0 if cache is None else cache.length)
+        for block in self.blocks.values():
+            x = block(x, sample_keys_b, cache)
+        if self.head is not None:
+            assert self.norm is not None
+            x = self.head(self.norm(x), targets_bt)
+        return x

@@ -1,0 +1,69 @@
+"""Head and cross entropy in one: summed over tokens, in chunks, so that the full logits never exist.
+
+Gradients are made in forward, while a chunk's logits are at hand; backward only scales them by the one number that
+reaches a scalar. Peak memory is one chunk of logits plus the gradient of the head.
+"""
+
+from typing import Any
+
+import torch
+
+IGNORED = -100
+"""The target of a position that does not count."""
+
+_CHUNK_LOGITS = 2**25  # 128 MiB of float32 logits at a time: large enough for full-speed products
+
+
+def chunk_rows(num_rows: int, vocab: int) -> int:
+    """Rows per chunk, equal chunks where possible."""
+    chunks = max(1, -(-num_rows * vocab // _CHUNK_LOGITS))
+    return -(-num_rows // chunks)
+
+
+class _SummedCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_nd: torch.Tensor,
+        weight_vd: torch.Tensor,
+        targets_n: torch.Tensor,
+        vocab_size: int,
+        wants_grad: bool,
+    ) -> torch.Tensor:
+        w_vd = weight_vd.to(x_nd.dtype)
+        total = torch.zeros(1, dtype=torch.float32, device=x_nd.device)
+        dx_nd = torch.empty_like(x_nd) if wants_grad else None
+        dw_vd = torch.zeros_like(weight_vd, dtype=torch.float32) if wants_grad else None
+        step = chunk_rows(x_nd.shape[0], weight_vd.shape[0])
+        for first in range(0, x_nd.shape[0], step):
+            rows = slice(first, first + step)
+            logits_nv = (x_nd[rows] @ w_vd.T).float()
+            logits_nv[:, vocab_size:] = -torch.inf  # padding of the vocabulary
+            valid_n = targets_n[rows] != IGNORED
+            picked_n1 = targets_n[rows].clamp(min=0)[:, None]
+            log_sum_n1 = logits_nv.logsumexp(1, keepdim=True)
+            total += ((log_sum_n1 - logits_nv.gather(1, picked_n1))[:, 0] * valid_n).sum()
+            if dx_nd is not None and dw_vd is not None:
+                # d loss / d logits = softmax - one-hot, zero where the target does not count
+                grad_nv = logits_nv.sub_(log_sum_n1).exp_()
+                grad_nv.scatter_add_(1, picked_n1, torch.full_like(picked_n1, -1.0, dtype=torch.float32))
+                grad_nv = (grad_nv * valid_n[:, None]).to(x_nd.dtype)
+                torch.mm(grad_nv, w_vd, out=dx_nd[rows])
+                dw_vd += grad_nv.T @ x_nd[rows]
+        if wants_grad:
+            ctx.save_for_backward(dx_nd, dw_vd)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad_total: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        dx_nd, dw_vd = ctx.saved_tensors
+        # in float32 before rounding: a rounded factor would bias every gradient the same way
+        return (dx_nd * grad_total).to(dx_nd.dtype), dw_vd * grad_total, None, None, None
+
+
+def summed_cross_entropy(
+    x_btd: torch.Tensor, weight_vd: torch.Tensor, targets_bt: torch.Tensor, vocab_size: int
+) -> torch.Tensor:
+    """Loss summed over all positions whose target is not IGNORED, in float32, of shape (1,)."""
+    wants_grad = torch.is_grad_enabled()
+    return _SummedCrossEntropy.apply(x_btd.flatten(0, 1), weight_vd, targets_bt.flatten(), vocab_size, wants_grad)

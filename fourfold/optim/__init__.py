@@ -1,0 +1,1 @@
+"""The update: AdamW, its schedule, the one gradient norm, the loss scale."""

@@ -1,0 +1,1 @@
+"""A run: build, step, evaluate, measure. Start reading at loop.py."""

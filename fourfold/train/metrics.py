@@ -1,0 +1,272 @@
+"""What a run says and leaves behind: the log line, the progress bar, metrics.jsonl and TensorBoard.
+
+Only the first rank speaks. On a GPU a step's numbers are read back while the next step runs, so that logging every step
+costs nothing; on a CPU they are read at once.
+"""
+
+import json
+import logging
+import resource
+import time
+from collections import deque
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from torch.utils.tensorboard import SummaryWriter
+
+from fourfold.cost.flops import training_flops_per_token
+from fourfold.cost.hardware import peak_flops
+from fourfold.data.order import batch_in_epoch, epoch_of
+from fourfold.optim.schedule import learning_rate
+from fourfold.train.build import Run
+from fourfold.train.step import StepResult
+
+log = logging.getLogger("fourfold")
+
+LOG_FORMAT = "[%(asctime)s] [%(levelname)8s] - %(message)s"
+METRICS_FILE = "metrics.jsonl"
+
+# metrics.jsonl key -> TensorBoard tag; what is not here is not a curve
+CURVES = {
+    "loss": "train/loss",
+    "grad_norm": "train/grad_norm",
+    "lr": "train/lr",
+    "loss_scale": "train/loss_scale",
+    "skipped_steps": "train/skipped_steps",
+    "tokens_per_s": "speed/tokens_per_s",
+    "mfu": "speed/mfu",
+    "reader_s": "speed/reader_s",
+    "memory_gib": "speed/memory_gib",
+    "eval_loss": "eval/loss",
+}
+
+
+class Pending(NamedTuple):
+    """A step whose numbers are still on the device."""
+
+    step: int
+    result: StepResult
+    skipped_steps: torch.Tensor
+    loss_scale: torch.Tensor
+    is_logged: bool
+    step_s: float
+    reader_s: float
+
+
+class Metrics:
+    """Open for the length of a run. `record` after every step, `record_evaluation` after every evaluation."""
+
+    def __init__(self, run: Run, console: Console) -> None:
+        self.run = run
+        self.is_speaker = run.process.is_first
+        self.tokens_per_step = run.config.global_.global_batch_size * run.config.data.max_seq_len
+        self.flops_per_step = self.tokens_per_step * training_flops_per_token(
+            run.config.model, run.config.data.max_seq_len
+        )
+        self.peak_flops = device_peak_flops(run.process.device) * run.process.world_size if self.is_speaker else 1.0
+        self.reads_late = run.process.device.type == "cuda"
+        self.pending: deque[Pending] = deque()
+        # steps skipped before this run began are those that changed no weights
+        self.skipped_steps = torch.tensor(run.first_step - run.optimizer.updates, device=run.process.device)
+        self.progress = progress_bar(console) if self.is_speaker and console.is_terminal else None
+        self.task = None
+
+    def __enter__(self) -> Self:
+        now = time.perf_counter()
+        self.began_s, self.logged_s, self.logged_step, self.reader_s = now, now, self.run.first_step, 0.0
+        if self.is_speaker:
+            self.stream = reopen_metrics(self.run.output_dir / METRICS_FILE, self.run.first_step)
+            self.curves = SummaryWriter(
+                str(self.run.output_dir / "tensorboard"), purge_step=self.run.first_step + 1, flush_secs=30
+            )
+        if self.progress:
+            self.progress.start()
+            self.task = self.progress.add_task("", total=self.run.total_steps, completed=self.run.first_step, loss="-", speed="-")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.flush()
+        if self.progress:
+            self.progress.stop()
+        if self.is_speaker:
+            self.stream.close()
+            self.curves.close()
+
+    def record(self, step: int, result: StepResult, reader_s: float) -> None:
+        """`reader_s` is how long the step waited for its batch."""
+        self.skipped_steps = self.skipped_steps + result.is_skipped
+        self.reader_s += reader_s
+        done = step + 1
+        is_logged = done % self.run.config.engine.logging_freq == 0 or step == self.run.first_step
+        if self.is_speaker and (is_logged or done == self.run.total_steps):
+            self._enqueue(step, result)
+        if self.progress and self.task is not None:
+            self.progress.update(self.task, completed=done)
+        while len(self.pending) > (1 if self.reads_late else 0):
+            self._write(self.pending.popleft())
+
+    def _enqueue(self, step: int, result: StepResult) -> None:
+        now = time.perf_counter()
+        steps = max(1, step + 1 - self.logged_step)
+        self.pending.append(
+            Pending(
+                step,
+                result,
+                self.skipped_steps,
+                self.run.loss_scale.scale,
+                True,
+                (now - self.logged_s) / steps,
+                self.reader_s / steps,
+            )
+        )
+        self.logged_s, self.logged_step, self.reader_s = now, step + 1, 0.0
+
+    def flush(self) -> None:
+        while self.pending:
+            self._write(self.pending.popleft())
+
+    def _write(self, entry: Pending) -> None:
+        config, done = self.run.config, entry.step + 1
+        num_samples, batch_size = len(self.run.corpus.splits.train), config.global_.global_batch_size
+        values: dict[str, Any] = {
+            "step": done,
+            "epoch": epoch_of(num_samples, batch_size, entry.step),
+            "batch": batch_in_epoch(num_samples, batch_size, entry.step),
+            "loss": entry.result.loss.item(),
+            "grad_norm": entry.result.grad_norm.item(),
+            "lr": learning_rate(done, config.optimizer),
+            "tokens_per_s": self.tokens_per_step / entry.step_s,
+            "step_s": entry.step_s,
+            "reader_s": entry.reader_s,
+            "mfu": self.flops_per_step / entry.step_s / self.peak_flops,
+            "memory_gib": memory_gib(self.run.process.device),
+            "skipped_steps": int(entry.skipped_steps),
+        }
+        if self.run.loss_scale.is_dynamic:
+            values["loss_scale"] = float(entry.loss_scale)
+        self._save(values)
+        log.info(self.line(values))
+        if bool(entry.result.is_skipped):
+            log.warning(
+                f"global step {done} was skipped: its gradient norm is {values['grad_norm']}, so the weights were left "
+                f"as they are ({values['skipped_steps']} skipped so far)"
+            )
+        if self.progress and self.task is not None:
+            self.progress.update(self.task, loss=f"{values['loss']:.4f}", speed=f"{values['tokens_per_s']:,.0f}")
+
+    def line(self, values: dict[str, Any]) -> str:
+        """The seed documents' line, which shows the learning rate of the next update, with our own fields after it."""
+        left_s = values["step_s"] * (self.run.total_steps - values["step"])
+        line = (
+            f"global step {values['step']}, epoch: {values['epoch']}, batch: {values['batch']}, "
+            f"loss: {values['loss']:.9f}, avg_reader_cost: {values['reader_s']:.5f} sec, "
+            f"avg_batch_cost: {values['step_s']:.5f} sec, speed: {1 / values['step_s']:.2f} step/s, "
+            f"ips_total: {values['tokens_per_s']:.0f} tokens/s, "
+            f"ips: {values['tokens_per_s'] / self.run.process.world_size:.0f} tokens/s, "
+            f"learning rate: {learning_rate(values['step'] + 1, self.run.config.optimizer):.5e}, "
+            f"grad_norm: {values['grad_norm']:.4f}, mfu: {100 * values['mfu']:.1f} %, "
+            f"memory: {values['memory_gib']:.2f} GiB, eta: {duration(left_s)}"
+        )
+        return line + (f", loss_scale: {values['loss_scale']:.0f}" if "loss_scale" in values else "")
+
+    def record_evaluation(self, step: int, loss: float, batches: int, took_s: float) -> None:
+        """`step` counts the steps finished. The time an evaluation takes is not counted as training."""
+        self.flush()
+        self.logged_s += took_s
+        if not self.is_speaker:
+            return
+        num_samples, batch_size = len(self.run.corpus.splits.train), self.run.config.global_.global_batch_size
+        epoch, batch = epoch_of(num_samples, batch_size, step - 1), batch_in_epoch(num_samples, batch_size, step - 1)
+        self._save({"step": step, "epoch": epoch, "eval_loss": loss, "eval_s": took_s})
+        log.info(
+            f"valid step {step}, epoch: {epoch}, batch: {batch}, loss: {loss:f}, speed: {batches / took_s:.2f} step/s"
+        )
+        if self.progress:
+            self.progress.console.print(f"step {step:>7,}  validation loss {loss:.4f}", highlight=False)
+
+    def record_save(self, path: Path, took_s: float) -> None:
+        self.flush()
+        self.logged_s += took_s
+        if self.is_speaker:
+            log.info(f"saved {path} in {took_s:.2f} s")
+
+    def _save(self, values: dict[str, Any]) -> None:
+        self.stream.write(json.dumps(values) + "\n")
+        self.stream.flush()
+        for key, tag in CURVES.items():
+            if key in values:
+                self.curves.add_scalar(tag, values[key], values["step"])
+
+
+def progress_bar(console: Console) -> Progress:
+    return Progress(
+        TextColumn("training"),
+        BarColumn(bar_width=None),
+        MofNCompleteColumn(),
+        TextColumn("loss {task.fields[loss]}"),
+        TextColumn("{task.fields[speed]} tokens/s"),
+        TimeRemainingColumn(),
+        console=console,
+        expand=True,
+    )
+
+
+def start_log(output_dir: Path, rank: int, is_shown: bool) -> None:
+    """Log to logs/workerlog.<rank>, and to the console where `is_shown`."""
+    folder = output_dir / "logs"
+    folder.mkdir(parents=True, exist_ok=True)
+    handlers: list[logging.Handler] = [logging.FileHandler(folder / f"workerlog.{rank}", encoding="utf-8")]
+    if is_shown:
+        handlers.append(logging.StreamHandler())
+    log.handlers.clear()
+    log.setLevel(logging.INFO)
+    log.propagate = False
+    for handler in handlers:
+        handler.setFormatter(logging.Formatter(LOG_FORMAT))
+        log.addHandler(handler)
+
+
+def reopen_metrics(path: Path, first_step: int) -> Any:
+    """Append, after dropping what an earlier run wrote for steps that this one takes again."""
+    kept = []
+    if path.exists():
+        for text in path.read_text(encoding="utf-8").splitlines():
+            try:
+                values = json.loads(text)
+            except json.JSONDecodeError:  # a line cut off by a kill
+                continue
+            if values["step"] <= first_step:
+                kept.append(text + "\n")
+    path.write_text("".join(kept), encoding="utf-8")
+    return path.open("a", encoding="utf-8")
+
+
+def memory_gib(device: torch.device) -> float:
+    """The peak so far: of the device, or of this process's resident memory on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
+def device_peak_flops(device: torch.device) -> float:
+    """The vendor's figure for a known GPU; otherwise what a matrix product reaches here."""
+    known = peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    return known or measured_peak_flops(device)
+
+
+def measured_peak_flops(device: torch.device, size: int = 1024, tries: int = 4) -> float:
+    a = torch.ones(size, size, device=device)
+    best_s = float("inf")
+    for _ in range(tries):
+        began_s = time.perf_counter()
+        (a @ a).sum().item()
+        best_s = min(best_s, time.perf_counter() - began_s)
+    return 2 * size**3 / best_s
+
+
+def duration(seconds: float) -> str:
+    whole = int(seconds)
+    return f"{whole // 3600}:{whole // 60 % 60:02d}:{whole % 60:02d}"
