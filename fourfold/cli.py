@@ -4,6 +4,7 @@
 shows the traceback instead.
 """
 
+import json
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -27,11 +28,13 @@ from fourfold.generate.sample import Sampling, generate_tokens
 from fourfold.mesh.process import has_gpu, join_processes, pick_device, world_size_from_environment
 from fourfold.train.loop import Outcome, train
 from fourfold.train.metrics import start_log
+from fourfold.train.trial import run_trials
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 screen = Console(highlight=False)
 
 GROUP_TIMEOUT_S = 600.0
+TRIAL_TIMEOUT_S = 120.0
 
 
 @app.callback(invoke_without_command=True)
@@ -92,7 +95,9 @@ def conclude(outcome: Outcome) -> None:
         return
     tokenizer = run.corpus.tokenizer
     prompt = [int(run.corpus.tokens[0])]
-    tokens = list(generate_tokens(run.gpt, run.config.model, prompt, Sampling(max_new_tokens=300, temperature=0.8)))
+    tokens = list(
+        generate_tokens(run.parallel.parts[0], run.config.model, prompt, Sampling(max_new_tokens=300, temperature=0.8))
+    )
     screen.print("\nThe model writes:\n", style="bold")
     screen.print(tokenizer.decode(tokens), markup=False)
     loss = "" if outcome.eval_loss is None else f", validation loss {outcome.eval_loss:.4f} nats per token"
@@ -109,7 +114,9 @@ def conclude(outcome: Outcome) -> None:
 
 def print_train_help() -> None:
     screen.print("Usage: fourfold train [CONFIG] [-c CONFIG] [-o section.key=value] [--key value ...] [--debug]\n")
-    screen.print("Every key of the config file is a flag; booleans may be bare. The keys, with their defaults:", soft_wrap=True)
+    screen.print(
+        "Every key of the config file is a flag; booleans may be bare. The keys, with their defaults:", soft_wrap=True
+    )
     table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
     section = ""
     for leaf in describe_keys():
@@ -121,28 +128,44 @@ def print_train_help() -> None:
     screen.print(table)
 
 
+def option(name: str, text: str, **limits: float) -> typer.models.OptionInfo:
+    """An option spelled like the config's keys, with dashes accepted too."""
+    spellings = dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}"))
+    return typer.Option(*spellings, help=text, **limits)  # type: ignore[arg-type, no-any-return]
+
+
 @app.command("generate")
 def generate_command(
     source: Annotated[str, typer.Argument(metavar="OUTPUT_DIR", help="A run's output folder, or one checkpoint.")],
-    prompt: Annotated[str, typer.Option(help="The text to continue.")] = "\n",
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="How many tokens to add.")] = 200,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 always takes the likeliest token.")] = 1.0,
-    top_k: Annotated[int, typer.Option(min=0, help="Choose among the k likeliest tokens; 0 among all.")] = 0,
-    top_p: Annotated[float, typer.Option(min=0.0, max=1.0, help="Choose among the likeliest with this probability.")] = 1.0,
-    seed: Annotated[int, typer.Option(help="The same seed gives the same text.")] = 1234,
-    device: Annotated[str, typer.Option(help="auto, cpu or gpu.")] = "auto",
-    use_cache: Annotated[bool, typer.Option(help="Keep keys and values of earlier tokens; only the speed changes.")] = True,
-    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
+    prompt: Annotated[str, option("prompt", "The text to continue.")] = "\n",
+    max_new_tokens: Annotated[int, option("max_new_tokens", "How many tokens to add.", min=1)] = 200,
+    temperature: Annotated[float, option("temperature", "0 always takes the likeliest token.", min=0.0)] = 1.0,
+    top_k: Annotated[int, option("top_k", "Choose among the k likeliest tokens; 0 among all.", min=0)] = 0,
+    top_p: Annotated[float, option("top_p", "Choose among the likeliest with this probability.", min=0, max=1)] = 1.0,
+    seed: Annotated[int, option("seed", "The same seed gives the same text.")] = 1234,
+    device: Annotated[str, option("device", "auto, cpu or gpu.")] = "auto",
+    no_cache: Annotated[
+        bool, option("no_cache", "Compute every token again for each new one: slower, same text.")
+    ] = False,
+    debug: Annotated[bool, option("debug", "Show tracebacks.")] = False,
 ) -> None:
     """Continue a text with a trained model."""
     path = find_checkpoint(Path(source), "auto") or find_checkpoint(Path(source), source)
     assert path is not None
     gpt, model, tokenizer = load_for_generation(path, pick_device(device, 0))
-    sampling = Sampling(max_new_tokens, temperature, top_k, top_p, seed, use_cache)
+    sampling = Sampling(max_new_tokens, temperature, top_k, top_p, seed, not no_cache)
     print(prompt, end="", flush=True)
     for token in generate_tokens(gpt, model, tokenizer.encode(prompt).tolist(), sampling):
         print(tokenizer.decode([token]), end="", flush=True)
     print()
+
+
+@app.command("trials", hidden=True)
+def trials_command(file: Path, results: Path) -> None:
+    """Run the trials of a JSON file {name: config path} as one of the workers that `verify` starts."""
+    configs = {name: Path(path) for name, path in json.loads(file.read_text(encoding="utf-8")).items()}
+    with join_processes("cpu", TRIAL_TIMEOUT_S) as process:
+        run_trials(configs, process, results)
 
 
 def main() -> None:

@@ -7,9 +7,11 @@ from dataclasses import dataclass
 
 import torch
 
-from fourfold.model.gpt import GPT
-from fourfold.optim.adamw import AdamW
+from fourfold.cost.params import saved_name
+from fourfold.optim.adamw import AdamW, local_tensor
 from fourfold.optim.scaler import LossScale
+from fourfold.parallelize.apply import ParallelModel
+from fourfold.parallelize.tied import EMBEDDING, HEAD, is_split
 
 
 @dataclass(frozen=True)
@@ -21,17 +23,34 @@ class Progress:
     updates: int
     """Steps that changed the weights; the others were skipped for gradients that were not finite."""
     loss_scale: dict[str, float]
+    corpus: str
+    """A fingerprint of the tokens, to tell that a text has changed."""
 
 
-def tensors_of(gpt: GPT, optimizer: AdamW) -> dict[str, torch.Tensor]:
-    """The tensors themselves, by a name that does not depend on the layout: reading into them restores them."""
-    tensors = {f"model.{name}": parameter.detach() for name, parameter in gpt.named_parameters()}
-    tensors |= {f"optimizer.{name}": moment for name, moment in optimizer.moments().items()}
+def tensors_of(parallel: ParallelModel, optimizer: AdamW) -> dict[str, torch.Tensor]:
+    """The tensors themselves, by names that do not depend on the layout: reading into them restores them."""
+    tensors: dict[str, torch.Tensor] = {}
+    groups = {"model": {name: parameter.detach() for name, parameter in parallel.named_parameters().items()}}
+    groups |= {f"optimizer.{moment}": named for moment, named in optimizer.moments().items()}
+    for group, named in groups.items():
+        for name, tensor in named.items():
+            # where the embedding and its tied copy are both here, the first one stands for both
+            tensors.setdefault(f"{group}.{saved_name(name, parallel.config.model)}", tensor)
     return tensors
 
 
-def progress_of(step: int, optimizer: AdamW, loss_scale: LossScale) -> Progress:
-    return Progress(step, optimizer.updates, loss_scale.state())
+@torch.no_grad()
+def copy_tied(parallel: ParallelModel, optimizer: AdamW) -> None:
+    """After reading: the tied copy that `tensors_of` left out, if this rank has both."""
+    if not is_split(parallel.config.model, parallel.layout):
+        return
+    for named in (parallel.named_parameters(), *optimizer.moments().values()):
+        if EMBEDDING in named and HEAD in named:
+            local_tensor(named[HEAD]).copy_(local_tensor(named[EMBEDDING]))
+
+
+def progress_of(step: int, optimizer: AdamW, loss_scale: LossScale, corpus: str) -> Progress:
+    return Progress(step, optimizer.updates, loss_scale.state(), corpus)
 
 
 def restore_progress(progress: Progress, optimizer: AdamW, loss_scale: LossScale) -> None:

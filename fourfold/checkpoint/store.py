@@ -115,7 +115,9 @@ def verify_checkpoint(path: Path) -> None:
                 "changed, so resume from another checkpoint"
             )
         if _checksum(file) != entry["crc32"]:
-            raise CheckpointError(f"{file} does not match its checksum; it is damaged, so resume from another checkpoint")
+            raise CheckpointError(
+                f"{file} does not match its checksum; it is damaged, so resume from another checkpoint"
+            )
 
 
 def read_text_file(path: Path, name: str) -> str:

@@ -7,7 +7,7 @@ depends on the data (vocab_size, and decay_steps when the run is counted in epoc
 from math import isqrt, prod
 from typing import Any, TypeVar
 
-from fourfold.config.schedules import SPLITS_BACKWARD, fewest_micro_batches, is_count_legal
+from fourfold.config.schedules import SPLITS_BACKWARD, is_count_legal
 from fourfold.config.schema import Config, Distributed, Section
 from fourfold.layout.layout import Layout
 from fourfold.layout.stages import stages_per_rank
@@ -76,14 +76,14 @@ def micro_batch_size(config: Config, layout: Layout) -> int:
     share = max(1, config.global_.global_batch_size // layout.data_ranks)
     if layout.pp == 1:
         return share
-    schedule = config.distributed.pp_schedule
-    stages = layout.pp * stages_per_rank(schedule, config.distributed.virtual_pp_degree)
+    stages = layout.pp * stages_per_rank(config.distributed.pp_schedule, config.distributed.virtual_pp_degree)
     sizes = legal_micro_batch_sizes(config, layout)
-    for fewest in (2 * stages, fewest_micro_batches(schedule, layout.pp)):
+    # Two micro batches per pipe stage keep the pipe busy most of the time, one per process fills it at least once.
+    for fewest in (2 * stages, layout.pp):
         enough = [size for size in sizes if share // size >= fewest]
         if enough:
             return max(enough)
-    return 1
+    return min(sizes, default=1)
 
 
 def legal_micro_batch_sizes(config: Config, layout: Layout) -> list[int]:

@@ -51,10 +51,16 @@ def _decimal(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int:
     return int(node.value.replace("_", ""))
 
 
+def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    # Left to itself, PyYAML writes some exotic line breaks where its own reader does not take them for text.
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=None if text.isprintable() else '"')
+
+
 for _tag, _pattern, _first in _SCALARS:
     _Loader.add_implicit_resolver(_tag, _pattern, _first)
     _Dumper.add_implicit_resolver(_tag, _pattern, _first)
 _Loader.add_constructor("tag:yaml.org,2002:int", _decimal)
+_Dumper.add_representer(str, _text)
 
 
 def parse_yaml(text: str, source: str) -> tuple[object, list[str]]:

@@ -7,10 +7,11 @@ groups and the mp plan are read from it, and the planner counts with it. No torc
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from fourfold.config.resolve import padded_vocab_size
 from fourfold.config.schema import Model
+from fourfold.layout.layout import Coordinate, Layout
 from fourfold.layout.stages import PipeStage, whole_model
 
 Kind = Literal["embedding", "matrix", "projection", "bias", "norm"]
@@ -70,5 +71,31 @@ def parameters(model: Model, stage: PipeStage | None = None) -> Iterator[Paramet
             yield Parameter("head.weight", (vocab, hidden), "embedding", 0)
 
 
+def saved_name(name: str, model: Model) -> str:
+    """A tied head on a pipe stage of its own is a copy: it starts as, is saved as and counts as the embedding."""
+    return "embedding.tokens.weight" if name == "head.weight" and model.tie_word_embeddings else name
+
+
 def count_parameters(model: Model) -> int:
     return sum(parameter.size for parameter in parameters(model))
+
+
+class Shard(NamedTuple):
+    """The block of a whole tensor that one rank stores."""
+
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
+def shard_of(parameter: Parameter, layout: Layout, at: Coordinate) -> Shard:
+    """mp cuts first, along its dim; sharding then cuts what is left into rows, the last ranks getting fewer or none."""
+    offsets, shape = [0] * len(parameter.shape), list(parameter.shape)
+    if parameter.mp_dim is not None:
+        shape[parameter.mp_dim] //= layout.mp
+        offsets[parameter.mp_dim] = at.mp * shape[parameter.mp_dim]
+    rows = -(-shape[0] // layout.sharding)
+    first = min(at.sharding * rows, shape[0])
+    last = min(first + rows, shape[0])
+    offsets[0] += first
+    shape[0] = last - first
+    return Shard(tuple(offsets), tuple(shape))

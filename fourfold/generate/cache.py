@@ -18,9 +18,7 @@ class Cache:
         self.keys = torch.empty(shape, device=device, dtype=dtype)
         self.values = torch.empty(shape, device=device, dtype=dtype)
 
-    def extend(
-        self, layer: int, k_bhtk: torch.Tensor, v_bhtk: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def extend(self, layer: int, k_bhtk: torch.Tensor, v_bhtk: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Store the new tokens' keys and values and return those of all tokens so far."""
         end = self.length + k_bhtk.shape[2]
         self.keys[layer, :, :, self.length : end] = k_bhtk

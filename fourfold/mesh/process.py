@@ -18,6 +18,8 @@ class Process:
     world_size: int
     local_rank: int
     device: torch.device
+    timeout_s: float
+    """How long any rank waits for another before the job is given up."""
 
     @property
     def is_first(self) -> bool:
@@ -70,7 +72,7 @@ def join_processes(device: str, timeout_s: float) -> Iterator[Process]:
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
     try:
-        yield Process(rank, world_size, local_rank, place)
+        yield Process(rank, world_size, local_rank, place, timeout_s)
     finally:
         dist.destroy_process_group()
 

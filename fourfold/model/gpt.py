@@ -24,9 +24,7 @@ class KeyValueCache(Protocol):
 
     length: int
 
-    def extend(
-        self, layer: int, k_bhtk: torch.Tensor, v_bhtk: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+    def extend(self, layer: int, k_bhtk: torch.Tensor, v_bhtk: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
 class Linear(nn.Linear):
@@ -117,9 +115,7 @@ class Embedding(nn.Module):
         self.positions = nn.Embedding(positions, hidden)
         self.dropout = Dropout(model.hidden_dropout_prob, site=0)
 
-    def forward(
-        self, tokens_bt: torch.Tensor, sample_keys_b: torch.Tensor | None, first_position: int
-    ) -> torch.Tensor:
+    def forward(self, tokens_bt: torch.Tensor, sample_keys_b: torch.Tensor | None, first_position: int) -> torch.Tensor:
         positions_t = torch.arange(first_position, first_position + tokens_bt.shape[1], device=tokens_bt.device)
         x_btd = self.tokens(tokens_bt).to(self.compute_dtype) + self.positions(positions_t).to(self.compute_dtype)
         return self.dropout(x_btd, sample_keys_b)

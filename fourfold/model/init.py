@@ -3,11 +3,8 @@
 import math
 
 import torch
-from torch import nn
-
 from fourfold.config.schema import Model
-from fourfold.cost.params import Parameter, parameters
-from fourfold.layout.stages import PipeStage
+from fourfold.cost.params import Parameter, saved_name
 from fourfold.model.stateless import key_of, normal_
 
 
@@ -18,6 +15,7 @@ def initial_std(parameter: Parameter, model: Model) -> float:
     return model.initializer_range
 
 
+@torch.no_grad()
 def initialize_shard(
     shard: torch.Tensor, parameter: Parameter, offsets: tuple[int, ...], model: Model, seed: int
 ) -> None:
@@ -29,15 +27,5 @@ def initialize_shard(
     else:
         rows = range(offsets[0], offsets[0] + shard.shape[0])
         columns = range(offsets[1], offsets[1] + shard.shape[1])
-        # a tied head on a stage of its own must start as the embedding that it copies
-        is_tied_copy = parameter.name == "head.weight" and model.tie_word_embeddings
-        name = "embedding.tokens.weight" if is_tied_copy else parameter.name
-        normal_(shard, key_of(seed, name), initial_std(parameter, model), rows, columns)
-
-
-def initialize(module: nn.Module, model: Model, stage: PipeStage, seed: int) -> None:
-    """Fill all parameters of an unsharded model or pipe stage."""
-    by_name = dict(module.named_parameters())
-    with torch.no_grad():
-        for parameter in parameters(model, stage):
-            initialize_shard(by_name[parameter.name], parameter, (0,) * len(parameter.shape), model, seed)
+        key = key_of(seed, saved_name(parameter.name, model))
+        normal_(shard, key, initial_std(parameter, model), rows, columns)

@@ -11,6 +11,20 @@ import torch
 IGNORED = -100
 """The target of a position that does not count."""
 
+
+class Vocabulary:
+    """The rows of the head that are at hand: all of them here; parallelize/tensor.py has the one for a share."""
+
+    first = 0
+
+    def max(self, x: torch.Tensor) -> torch.Tensor:
+        """Elementwise over all shares."""
+        return x
+
+    def sum(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
 _CHUNK_LOGITS = 2**25  # 128 MiB of float32 logits at a time: large enough for full-speed products
 
 
@@ -29,6 +43,7 @@ class _SummedCrossEntropy(torch.autograd.Function):
         targets_n: torch.Tensor,
         vocab_size: int,
         wants_grad: bool,
+        vocabulary: Vocabulary,
     ) -> torch.Tensor:
         w_vd = weight_vd.to(x_nd.dtype)
         total = torch.zeros(1, dtype=torch.float32, device=x_nd.device)
@@ -38,16 +53,21 @@ class _SummedCrossEntropy(torch.autograd.Function):
         for first in range(0, x_nd.shape[0], step):
             rows = slice(first, first + step)
             logits_nv = (x_nd[rows] @ w_vd.T).float()
-            logits_nv[:, vocab_size:] = -torch.inf  # padding of the vocabulary
-            valid_n = targets_n[rows] != IGNORED
-            picked_n1 = targets_n[rows].clamp(min=0)[:, None]
-            log_sum_n1 = logits_nv.logsumexp(1, keepdim=True)
-            total += ((log_sum_n1 - logits_nv.gather(1, picked_n1))[:, 0] * valid_n).sum()
+            logits_nv[:, max(0, vocab_size - vocabulary.first) :] = -torch.inf  # padding of the vocabulary
+            valid_n1 = targets_n[rows, None] != IGNORED
+            column_n1 = targets_n[rows, None] - vocabulary.first
+            is_here_n1 = (column_n1 >= 0) & (column_n1 < logits_nv.shape[1])
+            column_n1 = column_n1.clamp(0, logits_nv.shape[1] - 1)
+            top_n1 = vocabulary.max(logits_nv.amax(1, keepdim=True))
+            picked_n1 = torch.where(is_here_n1, logits_nv.gather(1, column_n1), 0.0)
+            exp_nv = logits_nv.sub_(top_n1).exp_()
+            sums_n2 = vocabulary.sum(torch.cat((exp_nv.sum(1, keepdim=True), picked_n1), 1))
+            total += torch.where(valid_n1, top_n1 + sums_n2[:, :1].log() - sums_n2[:, 1:], 0.0).sum()
             if dx_nd is not None and dw_vd is not None:
                 # d loss / d logits = softmax - one-hot, zero where the target does not count
-                grad_nv = logits_nv.sub_(log_sum_n1).exp_()
-                grad_nv.scatter_add_(1, picked_n1, torch.full_like(picked_n1, -1.0, dtype=torch.float32))
-                grad_nv = (grad_nv * valid_n[:, None]).to(x_nd.dtype)
+                grad_nv = exp_nv.div_(sums_n2[:, :1])
+                grad_nv.scatter_add_(1, column_n1, -is_here_n1.float())
+                grad_nv = (grad_nv * valid_n1).to(x_nd.dtype)
                 torch.mm(grad_nv, w_vd, out=dx_nd[rows])
                 dw_vd += grad_nv.T @ x_nd[rows]
         if wants_grad:
@@ -58,12 +78,19 @@ class _SummedCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad_total: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         dx_nd, dw_vd = ctx.saved_tensors
         # in float32 before rounding: a rounded factor would bias every gradient the same way
-        return (dx_nd * grad_total).to(dx_nd.dtype), dw_vd * grad_total, None, None, None
+        return (dx_nd * grad_total).to(dx_nd.dtype), dw_vd * grad_total, None, None, None, None
 
 
 def summed_cross_entropy(
-    x_btd: torch.Tensor, weight_vd: torch.Tensor, targets_bt: torch.Tensor, vocab_size: int
+    x_btd: torch.Tensor,
+    weight_vd: torch.Tensor,
+    targets_bt: torch.Tensor,
+    vocab_size: int,
+    vocabulary: Vocabulary = Vocabulary(),
 ) -> torch.Tensor:
-    """Loss summed over all positions whose target is not IGNORED, in float32, of shape (1,)."""
-    wants_grad = torch.is_grad_enabled()
-    return _SummedCrossEntropy.apply(x_btd.flatten(0, 1), weight_vd, targets_bt.flatten(), vocab_size, wants_grad)
+    """Loss summed over all positions whose target is not IGNORED, in float32, of shape (1,).
+
+    `weight_vd` may be a share of the rows: the gradient of `x_btd` is then that share's part of it.
+    """
+    x_nd, targets_n = x_btd.flatten(0, 1), targets_bt.flatten()
+    return _SummedCrossEntropy.apply(x_nd, weight_vd, targets_n, vocab_size, torch.is_grad_enabled(), vocabulary)

@@ -1,16 +1,16 @@
 """AdamW over named parameters: who decays, where the moments live, and a step that never waits for the device.
 
-Unscaling, clipping and skipping are folded into PyTorch's fused kernel, which divides gradients by `grad_scale` and does
-nothing at all where `found_inf` is set. So a step is one pass over memory and needs no word from the host.
+It works on the local shards of whatever the layout made of the parameters: the update is elementwise, so nothing else is
+needed. Unscaling, clipping and skipping are folded into PyTorch's fused kernel, which divides gradients by `grad_scale`
+and does nothing at all where `found_inf` is set: a step is one pass over memory and needs no word from the host.
 """
-
-from collections.abc import Iterable
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
-from fourfold.config.schema import Model, Optimizer
-from fourfold.cost.params import Kind, parameters
+from fourfold.config.schema import Optimizer
+from fourfold.cost.params import Kind, Parameter
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -19,17 +19,20 @@ def decays(kind: Kind, optimizer: Optimizer) -> bool:
     return kind in ("matrix", "projection") or (kind == "embedding" and optimizer.decay_embeddings)
 
 
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """What of a tensor is stored here; the same memory."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
 class AdamW:
     """Owns the moments (float32, shaped and placed like the parameters) and the count of updates taken."""
 
-    def __init__(
-        self, named_parameters: Iterable[tuple[str, nn.Parameter]], optimizer: Optimizer, model: Model
-    ) -> None:
-        self.named_parameters = dict(named_parameters)
-        kinds = {parameter.name: parameter.kind for parameter in parameters(model)}
+    def __init__(self, table: list[Parameter], placed: dict[str, nn.Parameter], optimizer: Optimizer) -> None:
+        self.placed = placed
+        self.shards = {name: nn.Parameter(local_tensor(parameter.detach())) for name, parameter in placed.items()}
         groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
-        for name, parameter in self.named_parameters.items():
-            groups[decays(kinds[name], optimizer)].append(parameter)
+        for parameter in table:
+            groups[decays(parameter.kind, optimizer)].append(self.shards[parameter.name])
         self.engine = torch.optim.AdamW(
             [
                 {"params": groups[True], "weight_decay": optimizer.weight_decay},
@@ -39,32 +42,53 @@ class AdamW:
             eps=optimizer.adam_epsilon,
             fused=True,
         )
-        for parameter in self.named_parameters.values():  # made now, so that a checkpoint can be read into them
-            self.engine.state[parameter] = {
-                "step": torch.zeros((), device=parameter.device),
-                "exp_avg": torch.zeros_like(parameter),
-                "exp_avg_sq": torch.zeros_like(parameter),
+        for shard in self.shards.values():  # made now, so that a checkpoint can be read into them
+            self.engine.state[shard] = {
+                "step": torch.zeros((), device=shard.device),
+                "exp_avg": torch.zeros_like(shard),
+                "exp_avg_sq": torch.zeros_like(shard),
             }
+        self.device = next(iter(self.shards.values())).device
 
-    def gradients(self) -> list[torch.Tensor]:
-        return [parameter.grad for parameter in self.named_parameters.values() if parameter.grad is not None]
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """The local gradients by parameter name. None may be missing: an engine that lost one must not pass unseen."""
+        for name, parameter in self.placed.items():
+            assert parameter.grad is not None, f"{name} got no gradient"
+        return {name: local_tensor(parameter.grad) for name, parameter in self.placed.items()}  # type: ignore[arg-type]
 
     def step(self, lr: float, divisor: torch.Tensor, is_skipped: torch.Tensor) -> None:
         """One update with gradients divided by `divisor`, or none where `is_skipped`; gradients are gone after it."""
+        for name, gradient in self.gradients().items():
+            self.shards[name].grad = gradient
+            self.placed[name].grad = None
         for group in self.engine.param_groups:
             group["lr"] = lr
-        self.engine.grad_scale = divisor  # type: ignore[attr-defined]
-        self.engine.found_inf = is_skipped.float()  # type: ignore[attr-defined]
+        self.engine.grad_scale = divisor.to(self.device)  # type: ignore[attr-defined]
+        self.engine.found_inf = is_skipped.to(self.device, torch.float32)  # type: ignore[attr-defined]
         self.engine.step()
         self.engine.zero_grad(set_to_none=True)
 
-    def moments(self) -> dict[str, torch.Tensor]:
-        """`exp_avg.<parameter>` and `exp_avg_sq.<parameter>`, the tensors themselves."""
+    def moments(self) -> dict[str, dict[str, torch.Tensor]]:
+        """By moment and parameter name, placed like the parameters; the tensors themselves."""
         return {
-            f"{moment}.{name}": self.engine.state[parameter][moment]
-            for name, parameter in self.named_parameters.items()
+            moment: {
+                name: self._placed_like(name, self.engine.state[shard][moment]) for name, shard in self.shards.items()
+            }
             for moment in MOMENTS
         }
+
+    def _placed_like(self, name: str, local: torch.Tensor) -> torch.Tensor:
+        parameter = self.placed[name]
+        if not isinstance(parameter, DTensor):
+            return local
+        return DTensor.from_local(
+            local,
+            parameter.device_mesh,
+            parameter.placements,
+            run_check=False,
+            shape=parameter.shape,
+            stride=parameter.stride(),
+        )
 
     @property
     def updates(self) -> int:

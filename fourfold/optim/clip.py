@@ -1,12 +1,14 @@
-"""The one gradient norm, and what it decides: how much to clip, and whether to take the step at all."""
+"""The one gradient norm over all axes, and what it decides: how much to clip, and whether to take the step at all."""
 
 from collections.abc import Sequence
 
 import torch
 
 
-def global_norm(grads: Sequence[torch.Tensor]) -> torch.Tensor:
-    return torch.nn.utils.get_total_norm(grads)
+def squared_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Of tensors on one device, in float32, without a pass over memory for each."""
+    norms = torch.stack(torch._foreach_norm(list(gradients), 2, dtype=torch.float32))
+    return norms.square().sum()
 
 
 def clip_divisor(norm: torch.Tensor, grad_clip: float) -> torch.Tensor:

@@ -1,23 +1,121 @@
-"""From a config to a model that is ready to train: what is done to it, in the order in which it must be done."""
+"""From a config to a model that is ready to train on its layout: what is done to it, in the order in which it must be.
+
+What comes out is this rank's pipe stages (one, without a pipe) and the way to run them.
+"""
+
+from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from fourfold.config.schema import Config
-from fourfold.layout.stages import whole_model
+from fourfold.cost.params import Parameter, parameters, saved_name, shard_of
+from fourfold.layout.layout import Coordinate, Layout
+from fourfold.layout.stages import pipe_stages, stage_indices, stages_per_rank
+from fourfold.mesh.mesh import build_mesh
 from fourfold.model.gpt import GPT
-from fourfold.model.init import initialize
+from fourfold.model.init import initialize_shard
+from fourfold.parallelize.accumulate import Accumulated
+from fourfold.parallelize.pipeline import Pipelined
 from fourfold.parallelize.precision import compute_dtype
 from fourfold.parallelize.recompute import apply_recompute
+from fourfold.parallelize.shard import apply_sharding, is_sharded
+from fourfold.parallelize.tensor import apply_tensor, sum_replicated_gradients
+from fourfold.parallelize.tied import build_tied_group, is_split, sum_tied_gradients
 
 
-def build_model(config: Config, device: torch.device) -> GPT:
-    stage = whole_model(config.model.num_layers)
-    with torch.device("meta"):  # nothing is allocated until it is known which part is ours
-        gpt = GPT(config.model, compute_dtype(config.engine), stage)
-    apply_recompute(gpt, config.model)
-    if config.engine.compile:
+@dataclass(frozen=True)
+class ParallelModel:
+    config: Config
+    layout: Layout
+    at: Coordinate
+    mesh: DeviceMesh
+    parts: list[GPT]
+    execution: Accumulated | Pipelined
+    tied_group: dist.ProcessGroup | None
+
+    def table(self) -> list[Parameter]:
+        """The parameters of this rank's stages."""
+        return [parameter for part in self.parts for parameter in parameters(self.config.model, part.stage)]
+
+    def named_parameters(self) -> dict[str, nn.Parameter]:
+        return {name: parameter for part in self.parts for name, parameter in part.named_parameters()}
+
+    def finish_gradients(self, gradients: dict[str, torch.Tensor]) -> None:
+        """The sums that are left after backward, in place."""
+        if self.config.distributed.sequence_parallel and self.layout.mp > 1:
+            sum_replicated_gradients(gradients, self.config.model, self.mesh.get_group("mp"))
+        if is_split(self.config.model, self.layout):
+            sum_tied_gradients(gradients, self.tied_group)
+
+    def counted(self, gradients: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+        """Those that this rank adds to the global norm, so that over all ranks each number is counted once."""
+        if self.at.dp != 0:
+            return []
+        return [
+            gradients[parameter.name]
+            for parameter in self.table()
+            if (self.at.mp == 0 or parameter.mp_dim is not None)
+            and saved_name(parameter.name, self.config.model) == parameter.name
+        ]
+
+    @property
+    def reports_loss(self) -> bool:
+        """Whether this rank adds its rows' loss to the whole: the mp ranks all have the same."""
+        return self.at.mp == 0 and any(part.stage.has_head for part in self.parts)
+
+
+def parallelize(config: Config, layout: Layout, rank: int, device: torch.device, timeout_s: float) -> ParallelModel:
+    at = layout.coordinate(rank)
+    mesh = build_mesh(layout, device.type, timeout_s)
+    parts = cut_stages(config, layout, at)
+    for part in parts:
+        apply_tensor(part, config.model, mesh["mp"], config.distributed.sequence_parallel, config.data.max_seq_len)
+        apply_recompute(part, config.model)
+        apply_compile(part, config, layout)
+        apply_sharding(part, config.distributed, layout, mesh, compute_dtype(config.engine))
+        materialize(part, config, layout, at, device)
+    execution = (
+        Pipelined(parts, config, layout, mesh, device) if layout.pp > 1 else Accumulated(parts[0], config, layout)
+    )
+    tied_group = build_tied_group(layout, at, timeout_s) if is_split(config.model, layout) else None
+    return ParallelModel(config, layout, at, mesh, parts, execution, tied_group)
+
+
+def cut_stages(config: Config, layout: Layout, at: Coordinate) -> list[GPT]:
+    """This rank's pipe stages on the meta device: nothing is allocated until it is known which share of them is ours."""
+    distributed = config.distributed
+    schedule, virtual = distributed.pp_schedule, distributed.virtual_pp_degree
+    if layout.pp == 1:
+        stages = pipe_stages(config.model.num_layers, 1)
+    else:
+        all_stages = pipe_stages(config.model.num_layers, layout.pp * stages_per_rank(schedule, virtual))
+        stages = [all_stages[index] for index in stage_indices(at.pp, layout.pp, schedule, virtual)]
+    with torch.device("meta"):
+        return [GPT(config.model, compute_dtype(config.engine), stage) for stage in stages]
+
+
+def apply_compile(gpt: GPT, config: Config, layout: Layout) -> None:
+    """The whole stage as one graph, or, where sharding gathers parameters block by block, each block."""
+    if not config.engine.compile:
+        return
+    if is_sharded(config.distributed, layout):
+        for block in gpt.blocks.values():
+            block.compile(dynamic=False)
+    else:
         gpt.compile(dynamic=False)
-    gpt.to_empty(device=device)
+
+
+def materialize(gpt: GPT, config: Config, layout: Layout, at: Coordinate, device: torch.device) -> None:
+    """Allocate this rank's share and draw its initial values."""
+    gpt.to_empty(device="cpu" if config.distributed.sharding.sharding_offload else device)
     gpt.tie_weights()
-    initialize(gpt, config.model, stage, config.global_.seed)
-    return gpt
+    placed = dict(gpt.named_parameters())
+    for parameter in parameters(config.model, gpt.stage):
+        shard = shard_of(parameter, layout, at)
+        tensor = placed[parameter.name]
+        local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+        assert tuple(local.shape) == shard.shape, f"{parameter.name}: {tuple(local.shape)} is not {shard.shape}"
+        initialize_shard(local, parameter, shard.offsets, config.model, config.global_.seed)

@@ -1,9 +1,10 @@
 """Everything a run needs, made once in the order in which one thing needs another."""
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 
-from fourfold.checkpoint.state import restore_progress, tensors_of
+from fourfold.checkpoint.state import copy_tied, restore_progress, tensors_of
 from fourfold.checkpoint.store import find_checkpoint, load_progress, load_tensors, read_text_file, verify_checkpoint
 from fourfold.config.load import load_config
 from fourfold.config.resolve import layout_of, with_decay_steps, with_vocab_size
@@ -15,11 +16,12 @@ from fourfold.data.tokenizer import Tokenizer, load_tokenizer
 from fourfold.errors import CheckpointError, ConfigError
 from fourfold.layout.layout import Layout
 from fourfold.mesh.process import Process
-from fourfold.model.gpt import GPT
 from fourfold.optim.adamw import AdamW
 from fourfold.optim.scaler import LossScale
-from fourfold.parallelize.apply import build_model
+from fourfold.parallelize.apply import ParallelModel, parallelize
 from fourfold.parallelize.precision import has_loss_scale
+
+log = logging.getLogger("fourfold")
 
 TOKENIZER_FILE = "tokenizer.json"
 CONFIG_FILE = "config.yaml"
@@ -32,7 +34,7 @@ class Run:
     layout: Layout
     process: Process
     corpus: Corpus
-    gpt: GPT
+    parallel: ParallelModel
     optimizer: AdamW
     loss_scale: LossScale
     first_step: int
@@ -73,18 +75,24 @@ def build_run(config: Config, process: Process) -> Run:
     config = with_vocab_size(config, vocab_size_for(config, corpus.tokenizer))
     total_steps = count_steps(config, len(corpus.splits.train))
     config = with_decay_steps(config, total_steps)
-    gpt = build_model(config, process.device)
-    optimizer = AdamW(gpt.named_parameters(), config.optimizer, config.model)
+    parallel = parallelize(config, layout, process.rank, process.device, process.timeout_s)
+    optimizer = AdamW(parallel.table(), parallel.named_parameters(), config.optimizer)
     loss_scale = LossScale(config.engine.scale_loss, has_loss_scale(config.engine), process.device)
     first_step = 0
     if checkpoint:
         verify_checkpoint(checkpoint)
         check_same_model(checkpoint, config)
-        load_tensors(checkpoint, tensors_of(gpt, optimizer))
+        load_tensors(checkpoint, tensors_of(parallel, optimizer))
+        copy_tied(parallel, optimizer)
         progress = load_progress(checkpoint)
         restore_progress(progress, optimizer, loss_scale)
         first_step = progress.step
-    return Run(config, layout, process, corpus, gpt, optimizer, loss_scale, first_step, total_steps, checkpoint)
+        if progress.corpus != corpus.fingerprint:
+            log.warning(
+                f"{config.data.input_dir} has changed since {checkpoint} was saved: what follows is not the run that "
+                "would have been"
+            )
+    return Run(config, layout, process, corpus, parallel, optimizer, loss_scale, first_step, total_steps, checkpoint)
 
 
 def load_saved_tokenizer(checkpoint: Path) -> Tokenizer:

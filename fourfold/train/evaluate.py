@@ -2,17 +2,16 @@
 
 import torch
 
-from fourfold.config.resolve import accumulation
 from fourfold.data.loader import eval_batches
+from fourfold.mesh.mesh import sum_over_all
 from fourfold.train.build import Run
-from fourfold.train.step import count_targets, split_batch, to_device
+from fourfold.train.step import count_targets, to_device
 
 
-@torch.no_grad()
 def evaluate(run: Run) -> float:
-    run.gpt.eval()
+    """The same number on every rank."""
     total = torch.zeros(1, device=run.process.device)
-    targets = 0
+    targets = torch.zeros((), dtype=torch.int64, device=run.process.device)
     for batch in eval_batches(
         run.corpus.tokens,
         run.corpus.splits.valid,
@@ -21,10 +20,11 @@ def evaluate(run: Run) -> float:
         run.rows,
         run.config.engine.eval_iters,
     ):
-        for micro in split_batch(to_device(batch, run.process.device), accumulation(run.config)):
-            total += run.gpt(micro.tokens_bt, micro.targets_bt)
-        targets += count_targets(batch)
-    return total.item() / targets
+        total += run.parallel.execution.evaluate(to_device(batch, run.process.device))
+        targets += count_targets(run, batch)
+    if not run.parallel.reports_loss:
+        total.zero_()
+    return sum_over_all(total).item() / targets.item()
 
 
 def count_eval_batches(run: Run) -> int:

@@ -68,7 +68,9 @@ def introduce(run: Run) -> None:
         return
     (run.output_dir / CONFIG_FILE).write_text(dump_config(run.config), encoding="utf-8")
     batch, micro = run.config.global_.global_batch_size, run.config.global_.micro_batch_size
-    log.info(f"{run.config.data.input_dir}: {run.corpus.num_characters:,} characters, {run.corpus.tokenizer.vocab_size} unique")
+    log.info(
+        f"{run.config.data.input_dir}: {run.corpus.num_characters:,} characters, {run.corpus.tokenizer.vocab_size} unique"
+    )
     log.info(
         f"samples of {run.config.data.max_seq_len} tokens: "
         + ", ".join(f"{len(part):,} {name}" for name, part in run.corpus.splits._asdict().items())
@@ -78,6 +80,11 @@ def introduce(run: Run) -> None:
         f"global batch {batch} = micro batch {micro} x {run.layout.data_ranks} data ranks x "
         f"{batch // (micro * run.layout.data_ranks)} accumulated, {run.total_steps:,} steps"  # type: ignore[operator]
     )
+    if run.corpus.passed_over:
+        names = ", ".join(str(path) for path in run.corpus.passed_over[:5])
+        log.warning(
+            f"{len(run.corpus.passed_over)} files of {run.config.data.input_dir} are not text and were passed over: {names}"
+        )
     if run.config.data.split_by == "window":
         log.warning("data.split_by = window: the validation windows overlap the training text, so their loss flatters")
     if run.resumed_from:
@@ -102,8 +109,8 @@ def save(run: Run, step: int, metrics: Metrics) -> Path:
     texts = {CONFIG_FILE: dump_config(run.config), TOKENIZER_FILE: json.dumps(run.corpus.tokenizer.to_json())}
     path = save_checkpoint(
         run.output_dir,
-        tensors_of(run.gpt, run.optimizer),
-        progress_of(step, run.optimizer, run.loss_scale),
+        tensors_of(run.parallel, run.optimizer),
+        progress_of(step, run.optimizer, run.loss_scale, run.corpus.fingerprint),
         texts,
         run.config.engine.keep_last,
     )

@@ -84,7 +84,9 @@ class Metrics:
             )
         if self.progress:
             self.progress.start()
-            self.task = self.progress.add_task("", total=self.run.total_steps, completed=self.run.first_step, loss="-", speed="-")
+            self.task = self.progress.add_task(
+                "", total=self.run.total_steps, completed=self.run.first_step, loss="-", speed="-"
+            )
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -24,7 +24,11 @@ def profiling(profiler: Profiler, folder: Path, device: torch.device, rank: int)
     with torch.profiler.profile(
         activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if is_cuda else [])],
         schedule=torch.profiler.schedule(
-            skip_first=max(0, profiler.start_step - 2), wait=0, warmup=1 if profiler.start_step > 1 else 0, active=length, repeat=1
+            skip_first=max(0, profiler.start_step - 2),
+            wait=0,
+            warmup=1 if profiler.start_step > 1 else 0,
+            active=length,
+            repeat=1,
         ),
         on_trace_ready=lambda trace: trace.export_chrome_trace(str(folder / f"trace_rank{rank}.json")),
     ) as trace:

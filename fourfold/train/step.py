@@ -4,18 +4,18 @@ from typing import NamedTuple
 
 import torch
 
-from fourfold.config.resolve import accumulation
 from fourfold.data.loader import Batch
+from fourfold.mesh.mesh import sum_over_all
 from fourfold.mesh.process import seed_generators
 from fourfold.model.loss import IGNORED
 from fourfold.model.stateless import key_of
-from fourfold.optim.clip import clip_divisor, global_norm
+from fourfold.optim.clip import clip_divisor, squared_norm
 from fourfold.optim.schedule import learning_rate
 from fourfold.train.build import Run
 
 
 class StepResult(NamedTuple):
-    """Still on the device; reading one waits for it."""
+    """Of the whole global batch and the same on every rank. Still on the device; reading one waits for it."""
 
     loss: torch.Tensor
     grad_norm: torch.Tensor
@@ -23,42 +23,43 @@ class StepResult(NamedTuple):
 
 
 def train_step(run: Run, batch: Batch, step: int) -> StepResult:
-    """`step` counts from 0; it is the number of steps finished before this one."""
-    optimizer = run.config.optimizer
-    loss = forward_backward(run, batch, step)
-    norm = global_norm(run.optimizer.gradients()) / run.loss_scale.scale
-    is_skipped = ~torch.isfinite(norm)
-    divisor = run.loss_scale.scale * clip_divisor(norm, optimizer.grad_clip)
-    run.optimizer.step(learning_rate(step + 1, optimizer), divisor, is_skipped)
-    run.loss_scale.update(is_skipped)
-    return StepResult(loss, norm, is_skipped)
+    """`step` counts from 0; it is the number of steps finished before this one.
 
-
-def forward_backward(run: Run, batch: Batch, step: int) -> torch.Tensor:
-    """Accumulate gradients over the micro batches and return the mean loss per token of the global batch.
-
-    Each micro batch's summed loss is divided by the tokens of the whole global batch before backward, so gradients are
-    only ever summed, and neither the micro batch's size nor uneven masks can change the result.
+    The summed loss is weighted by one over the tokens of the whole global batch before backward, so gradients are only
+    ever summed, and neither the layout nor the micro batch's size nor uneven masks can change the result.
     """
     if run.config.model.attention_probs_dropout_prob > 0.0:
         seed_generators(key_of(run.config.global_.seed, "attention dropout", step, run.process.rank))
-    run.gpt.train()
-    weight = run.loss_scale.scale / count_targets(batch)
-    total = torch.zeros(1, device=run.process.device)
-    for micro in split_batch(to_device(batch, run.process.device), accumulation(run.config)):
-        loss = run.gpt(micro.tokens_bt, micro.targets_bt, micro.sample_keys_b)
-        (loss * weight).sum().backward()
-        total += loss.detach()
-    return total[0] / count_targets(batch)
+    targets = count_targets(run, batch)
+    scale, optimizer = run.loss_scale.scale, run.config.optimizer
+    summed_loss = run.parallel.execution.train(to_device(batch, run.process.device), scale / targets)
+    gradients = run.optimizer.gradients()
+    run.parallel.finish_gradients(gradients)
+    summed_loss, squared = sum_results(run, summed_loss, run.parallel.counted(gradients))
+    norm = squared.sqrt() / scale
+    is_skipped = ~torch.isfinite(norm)
+    run.optimizer.step(learning_rate(step + 1, optimizer), scale * clip_divisor(norm, optimizer.grad_clip), is_skipped)
+    run.loss_scale.update(is_skipped)
+    return StepResult(summed_loss / targets, norm, is_skipped)
 
 
-def count_targets(batch: Batch) -> int:
-    return int((batch.targets_bt != IGNORED).sum())
+def sum_results(run: Run, summed_loss: torch.Tensor, counted: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Loss and squared gradient norm over all ranks, in one collective."""
+    mine = torch.zeros(2, device=run.process.device)
+    if run.parallel.reports_loss:
+        mine[0] = summed_loss[0]
+    if counted:
+        mine[1] = squared_norm(counted)
+    loss, squared = sum_over_all(mine)
+    return loss, squared
+
+
+def count_targets(run: Run, batch: Batch) -> torch.Tensor:
+    """The positions of the whole global batch that count."""
+    mine = (batch.targets_bt != IGNORED).sum().to(run.process.device, torch.int64)
+    # ranks that differ in mp or pp alone hold the same rows
+    return sum_over_all(mine) // (run.layout.mp * run.layout.pp)
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
     return Batch(*(tensor.to(device, non_blocking=True) for tensor in batch))
-
-
-def split_batch(batch: Batch, parts: int) -> list[Batch]:
-    return [Batch(*tensors) for tensors in zip(*(tensor.chunk(parts) for tensor in batch), strict=True)]

@@ -1,0 +1,40 @@
+"""Forward and backward without a pipe: one micro batch after the other."""
+
+import torch
+
+from fourfold.config.resolve import accumulation
+from fourfold.config.schema import Config
+from fourfold.data.loader import Batch
+from fourfold.layout.layout import Layout
+from fourfold.model.gpt import GPT
+from fourfold.parallelize.shard import set_micro_batch, stage_for
+
+
+def split_batch(batch: Batch, parts: int) -> list[Batch]:
+    return [Batch(*tensors) for tensors in zip(*(tensor.chunk(parts) for tensor in batch), strict=True)]
+
+
+class Accumulated:
+    def __init__(self, gpt: GPT, config: Config, layout: Layout) -> None:
+        self.gpt = gpt
+        self.micro_batches = accumulation(config)
+        self.stage = stage_for(config.distributed, layout)
+
+    def train(self, batch: Batch, weight: torch.Tensor) -> torch.Tensor:
+        """Add the gradients of `weight` times the summed loss; return the summed loss of this rank's rows."""
+        self.gpt.train()
+        total = torch.zeros(1, device=batch.tokens_bt.device)
+        for index, micro in enumerate(split_batch(batch, self.micro_batches)):
+            set_micro_batch(self.gpt, self.stage, is_last=index == self.micro_batches - 1)
+            loss = self.gpt(micro.tokens_bt, micro.targets_bt, micro.sample_keys_b)
+            (loss * weight).sum().backward()
+            total += loss.detach()
+        return total
+
+    @torch.no_grad()
+    def evaluate(self, batch: Batch) -> torch.Tensor:
+        self.gpt.eval()
+        total = torch.zeros(1, device=batch.tokens_bt.device)
+        for micro in split_batch(batch, self.micro_batches):
+            total += self.gpt(micro.tokens_bt, micro.targets_bt)
+        return total
