@@ -1,40 +1,66 @@
 """The command line. Each command reads its arguments, calls one function and prints; nothing is decided here.
 
-`train` takes every key of the schema as a flag. A user's mistake is printed as sentences and exits with code 2; `--debug`
-shows the traceback instead.
+`train` takes every key of the schema as a flag. A user's mistake is printed as sentences and exits with code 2;
+`--debug` shows the traceback instead.
 """
 
 import json
 import sys
+import tempfile
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
 from rich.console import Console
 from rich.table import Table
+from torch.distributed.elastic.multiprocessing.errors import record
 
 from fourfold import __version__
 from fourfold.checkpoint.store import find_checkpoint
 from fourfold.config.flags import parse_flags
 from fourfold.config.keys import describe_keys
-from fourfold.config.load import load_config
+from fourfold.config.load import dump_config, load_config
 from fourfold.config.problems import problems
-from fourfold.config.resolve import processes_needed, resolve
+from fourfold.config.resolve import layout_of, processes_needed, resolve, with_vocab_size
 from fourfold.config.schema import Config
+from fourfold.cost.params import count_parameters
 from fourfold.errors import ConfigError, FourfoldError
 from fourfold.generate.load import load_for_generation
 from fourfold.generate.sample import Sampling, generate_tokens
-from fourfold.mesh.process import has_gpu, join_processes, pick_device, world_size_from_environment
+from fourfold.launch.torchrun import launch_local
+from fourfold.layout.layout import Layout
+from fourfold.layout.stages import PipeStage
+from fourfold.mesh.process import (
+    count_cores,
+    has_gpu,
+    is_first_process,
+    is_worker,
+    join_processes,
+    pick_device,
+    rank_from_environment,
+    world_size_from_environment,
+)
 from fourfold.train.loop import Outcome, train
-from fourfold.train.metrics import start_log
-from fourfold.train.trial import run_trials
+from fourfold.train.metrics import log, start_log
+from fourfold.train.rehearse import count_built, forecast
+from fourfold.train.trial import Trial, run_trials
+from fourfold.train.verify import (
+    CORPUS,
+    TOLERANCE,
+    Comparison,
+    legal_layouts,
+    on_one_process,
+    shrink,
+    shrink_layout,
+)
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 screen = Console(highlight=False)
 
 GROUP_TIMEOUT_S = 600.0
 TRIAL_TIMEOUT_S = 120.0
+DEFAULT_VOCAB_SIZE = 50304
 
 
 @app.callback(invoke_without_command=True)
@@ -45,18 +71,29 @@ def top(version: Annotated[bool, typer.Option("--version", help="Print the versi
         raise typer.Exit
 
 
-@app.command(
-    "train",
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
-    add_help_option=False,
-)
+# A command whose flags are the keys of the schema reads its arguments itself.
+FREE_FORM = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+
+
+@app.command("train", context_settings=FREE_FORM, add_help_option=False)
 def train_command(context: typer.Context) -> None:
-    """Train a model: fourfold train [CONFIG] [--key value ...]"""
-    arguments = [argument for argument in context.args if argument != "--debug"]
-    if "--help" in arguments or "-h" in arguments:
+    """Train a model: fourfold train [CONFIG] [--key value ...] [--dry_run]"""
+    arguments, own = take_options(context.args, {"--debug": False, "--dry_run": False, "--help": False, "-h": False})
+    if own["--help"] or own["-h"]:
         print_train_help()
         return
-    config = prepare_config(arguments)
+    config, world_size = prepare_config(arguments)
+    if own["--dry_run"]:
+        rehearse(config, world_size)
+    elif world_size > 1 and not is_worker():
+        warn_about_cores(config, world_size)
+        launch_local(world_size, ["train", *arguments], Path(config.engine.output_dir) / "logs")
+    else:
+        raise typer.Exit(work(config))
+
+
+def work(config: Config) -> int:
+    """Be the only process of a run, or one of several."""
     with join_processes(config.global_.device, GROUP_TIMEOUT_S) as process:
         if process.device.type == "cuda":
             torch.set_float32_matmul_precision("high")
@@ -64,22 +101,147 @@ def train_command(context: typer.Context) -> None:
         outcome = train(config, process, screen)
         if process.is_first:
             conclude(outcome)
-    raise typer.Exit(outcome.exit_code)
+    return outcome.exit_code
 
 
-def prepare_config(arguments: list[str]) -> Config:
+def take_options(arguments: list[str], defaults: dict[str, Any]) -> tuple[list[str], dict[str, Any]]:
+    """Split off a command's own options (a bool default: no value follows) from the keys of the schema."""
+    rest, own = [], dict(defaults)
+    waiting = iter(arguments)
+    for argument in waiting:
+        name, equals, value = argument.partition("=")
+        if name.replace("-", "_").replace("__", "--", 1) in own:
+            name = name.replace("-", "_").replace("__", "--", 1)
+        if name not in own:
+            rest.append(argument)
+        elif isinstance(own[name], bool):
+            own[name] = True
+        else:
+            text = value if equals else next(waiting, None)
+            if text is None:
+                raise ConfigError(f"{name} is not followed by a value; the default is {own[name]}")
+            own[name] = read_option(name, text, type(own[name]))
+    return rest, own
+
+
+def read_option(name: str, text: str, kind: type) -> Any:
+    try:
+        return kind(text)
+    except ValueError:
+        raise ConfigError(f"{name} = {text} is not a whole number") from None
+
+
+def prepare_config(arguments: list[str], world_size: int | None = None) -> tuple[Config, int]:
+    """The resolved config and its number of processes, or every problem at once."""
     path, overrides = parse_flags(arguments)
     config = load_config(path, overrides)
-    world_size = world_size_from_environment() or processes_needed(config)
+    world_size = world_size or world_size_from_environment() or processes_needed(config)
     found = problems(config, world_size)
-    if world_size > 1:
-        found.append(
-            f"the layout needs {world_size} processes, and this version trains in one; set dp_degree, sharding_degree, "
-            "mp_degree and pp_degree to 1"
-        )
     if found:
         raise ConfigError(found)
-    return resolve(config, world_size, has_gpu())
+    return resolve(config, world_size, has_gpu()), world_size
+
+
+def warn_about_cores(config: Config, world_size: int) -> None:
+    if config.global_.device == "cpu" and world_size > count_cores():
+        screen.print(
+            f"warning: {world_size} processes share {count_cores()} cores, so this will be slow", style="yellow"
+        )
+
+
+def rehearse(config: Config, world_size: int) -> None:
+    """Build one rank of the layout on a fake cluster, and tell what every rank would hold."""
+    layout = layout_of(config, world_size)
+    config = with_vocab_size(config, DEFAULT_VOCAB_SIZE)
+    screen.print(f"{count_parameters(config.model):,} parameters on {world_size:,} processes: {layout}")
+    table = Table(
+        "pipe rank", "stages: layers", "weights GiB", "gradients GiB", "optimizer GiB", "in all GiB", box=None
+    )
+    for rank in forecast(config, layout):
+        stages = "; ".join(describe_stage(stage) for stage in rank.stages)
+        table.add_row(str(rank.pp_rank), stages, *(f"{size / 2**30:.2f}" for size in (*rank.state, rank.state.total)))
+    screen.print(table)
+    built = count_built(config, layout, rank=0)
+    screen.print(f"rank 0 was built: it stores {built:,} parameters. Activations come on top of these bytes.")
+
+
+def describe_stage(stage: PipeStage) -> str:
+    ends = (
+        ["embedding"] * stage.has_embedding + [f"{stage.layers[0]} to {stage.layers[-1]}"] + ["head"] * stage.has_head
+    )
+    return ", ".join(ends)
+
+
+@app.command("verify", context_settings=FREE_FORM, add_help_option=False)
+def verify_command(context: typer.Context) -> None:
+    """Prove a layout on this machine's CPU: fourfold verify [CONFIG] [--key value ...] [--layouts all --world_size 8]"""
+    defaults = {"--debug": False, "--help": False, "--layouts": "", "--world_size": 0, "--steps": 5, "--most": 8}
+    arguments, own = take_options(context.args, defaults)
+    if own["--help"]:
+        screen.print(VERIFY_HELP, markup=False, soft_wrap=True)
+        return
+    if own["--layouts"] not in ("", "all"):
+        raise ConfigError(f"--layouts = {own['--layouts']} is not all; leave it out to verify the config's own layout")
+    # the text itself is not needed: a built-in one stands in for it
+    config, world_size = prepare_config([*arguments, "--input_dir", CORPUS], own["--world_size"] or None)
+    if own["--layouts"] == "all":
+        layouts = legal_layouts(config, world_size)
+    else:
+        asked = layout_of(config, world_size)
+        layouts = {str(asked): shrink_layout(asked, own["--most"])}
+    if not verify(config, layouts, own["--steps"]):
+        raise typer.Exit(1)
+
+
+VERIFY_HELP = f"""Usage: fourfold verify [CONFIG] [--key value ...] [--layouts all] [--world_size N] [--steps N] [--most N]
+
+Shrinks the model, runs it on one process and on the layout, on this machine's CPU, and compares every step's loss and
+gradient norm. Fails (exit code 1) if any differs by more than {TOLERANCE:g} relative.
+
+  --layouts all    every legal layout of --world_size processes, instead of the config's own
+  --world_size N   processes, where the config does not say
+  --steps N        steps to compare (5)
+  --most N         most processes to start here; larger layouts are verified with smaller degrees (8)"""
+
+
+def verify(config: Config, layouts: dict[str, Layout], steps: int) -> bool:
+    small = {name: shrink(config, layout, steps) for name, layout in layouts.items()}
+    references = {name: on_one_process(each) for name, each in small.items()}
+    with tempfile.TemporaryDirectory() as folder:
+        ones = run_configs(references, 1, Path(folder) / "one")
+        ours = run_configs(small, next(iter(layouts.values())).world_size, Path(folder) / "layout")
+    compared = {name: Comparison(ours[name], ones[name]) for name in layouts}
+    for name, comparison in compared.items():
+        instead = "" if name == str(layouts[name]) else f", verified as {layouts[name]}"
+        screen.print(f"\n{name}{instead}", style="bold")
+        if len(compared) == 1:
+            print_steps(comparison)
+        verdict = "pass" if comparison.passes else "FAIL"
+        screen.print(f"worst difference {comparison.worst:.1e} (at most {TOLERANCE:g}): {verdict}")
+    return all(comparison.passes for comparison in compared.values())
+
+
+def print_steps(comparison: Comparison) -> None:
+    table = Table("step", "loss, one process", "loss, layout", "norm, one process", "norm, layout", box=None)
+    ours, one = comparison.ours, comparison.reference
+    rows = zip(one.losses, ours.losses, one.grad_norms, ours.grad_norms, strict=True)
+    for step, row in enumerate(rows, start=1):
+        table.add_row(str(step), *(f"{value:.7f}" for value in row))
+    screen.print(table)
+
+
+def run_configs(configs: dict[str, Config], world_size: int, folder: Path) -> dict[str, Trial]:
+    """Trials of one world size, in one launch."""
+    folder.mkdir()
+    for number, config in enumerate(configs.values()):
+        (folder / f"{number}.yaml").write_text(dump_config(config), encoding="utf-8")
+    listing, results = folder / "trials.json", folder / "results.jsonl"
+    paths = {name: str(folder / f"{number}.yaml") for number, name in enumerate(configs)}
+    listing.write_text(json.dumps(paths), encoding="utf-8")
+    with screen.status(f"{len(configs)} x {world_size} processes"):
+        launch_local(world_size, ["trials", str(listing), str(results)], folder / "logs")
+    entries = [json.loads(line) for line in results.read_text(encoding="utf-8").splitlines()]
+    return {entry.pop("name"): Trial(**entry) for entry in entries}
 
 
 def conclude(outcome: Outcome) -> None:
@@ -88,16 +250,15 @@ def conclude(outcome: Outcome) -> None:
     folder = run.output_dir
     if outcome.exit_code:
         screen.print(
-            f"\nStopped after step {outcome.step:,} of {run.total_steps:,}, saved. The same command goes on from there:\n"
+            f"\nStopped after step {outcome.step:,} of {run.total_steps:,} and saved. To go on from there:\n"
             f"  fourfold train {folder / 'config.yaml'}",
             soft_wrap=True,
         )
         return
     tokenizer = run.corpus.tokenizer
     prompt = [int(run.corpus.tokens[0])]
-    tokens = list(
-        generate_tokens(run.parallel.parts[0], run.config.model, prompt, Sampling(max_new_tokens=300, temperature=0.8))
-    )
+    sampling = Sampling(max_new_tokens=300, temperature=0.8)
+    tokens = list(generate_tokens(run.parallel.parts[0], run.config.model, prompt, sampling, tokenizer.vocab_size))
     screen.print("\nThe model writes:\n", style="bold")
     screen.print(tokenizer.decode(tokens), markup=False)
     loss = "" if outcome.eval_loss is None else f", validation loss {outcome.eval_loss:.4f} nats per token"
@@ -131,7 +292,7 @@ def print_train_help() -> None:
 def option(name: str, text: str, **limits: float) -> typer.models.OptionInfo:
     """An option spelled like the config's keys, with dashes accepted too."""
     spellings = dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}"))
-    return typer.Option(*spellings, help=text, **limits)  # type: ignore[arg-type, no-any-return]
+    return typer.Option(*spellings, help=text, **limits)  # type: ignore[arg-type]
 
 
 @app.command("generate")
@@ -155,7 +316,7 @@ def generate_command(
     gpt, model, tokenizer = load_for_generation(path, pick_device(device, 0))
     sampling = Sampling(max_new_tokens, temperature, top_k, top_p, seed, not no_cache)
     print(prompt, end="", flush=True)
-    for token in generate_tokens(gpt, model, tokenizer.encode(prompt).tolist(), sampling):
+    for token in generate_tokens(gpt, model, tokenizer.encode(prompt).tolist(), sampling, tokenizer.vocab_size):
         print(tokenizer.decode([token]), end="", flush=True)
     print()
 
@@ -170,10 +331,17 @@ def trials_command(file: Path, results: Path) -> None:
 
 def main() -> None:
     try:
-        app()
+        # leaves what went wrong where torchrun looks for it, so that the rank that failed first is the one it shows
+        record(app)()
     except FourfoldError as error:
         if "--debug" in sys.argv:
             raise
-        for sentence in str(error).splitlines():
-            print(f"error: {sentence}", file=sys.stderr)
+        if is_first_process():
+            for sentence in str(error).splitlines():
+                print(f"error: {sentence}", file=sys.stderr)
         sys.exit(error.exit_code)
+    except Exception:
+        if not is_worker():
+            raise
+        log.exception(f"rank {rank_from_environment()} failed")
+        sys.exit(1)

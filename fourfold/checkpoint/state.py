@@ -3,6 +3,7 @@
 The data order and hidden dropout are functions of (seed, step), so neither a loader's nor a generator's state is here.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -44,7 +45,8 @@ def copy_tied(parallel: ParallelModel, optimizer: AdamW) -> None:
     """After reading: the tied copy that `tensors_of` left out, if this rank has both."""
     if not is_split(parallel.config.model, parallel.layout):
         return
-    for named in (parallel.named_parameters(), *optimizer.moments().values()):
+    groups: list[Mapping[str, torch.Tensor]] = [parallel.named_parameters(), *optimizer.moments().values()]
+    for named in groups:
         if EMBEDDING in named and HEAD in named:
             local_tensor(named[HEAD]).copy_(local_tensor(named[EMBEDDING]))
 

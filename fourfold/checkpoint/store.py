@@ -1,15 +1,17 @@
 """Checkpoints on disk: `checkpoints/step_00000100/` with tensors (DCP), config, tokenizer, progress and a manifest.
 
-A checkpoint is written under a temporary name, every file is flushed, the manifest with sizes and checksums comes last,
-and a rename commits. A directory without its manifest does not exist for anyone, and a complete one is never written to.
+A checkpoint is written under a temporary name, every file is flushed, the manifest with sizes and checksums comes
+last, and a rename commits. A directory without its manifest does not exist for anyone, and a complete one is never
+written to.
 """
 
 import json
 import os
 import shutil
 import zlib
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -99,7 +101,7 @@ def find_checkpoint(output_dir: Path, resume: str) -> Path | None:
 
 def verify_checkpoint(path: Path) -> None:
     """Every file that the manifest lists is there, whole and unchanged."""
-    manifest = json.loads(_read(path / MANIFEST))
+    manifest = _read_json(path / MANIFEST, ["format", "files"])
     if manifest["format"] > FORMAT:
         raise CheckpointError(
             f"{path} is in checkpoint format {manifest['format']}, and this version of fourfold reads up to {FORMAT}; "
@@ -125,7 +127,7 @@ def read_text_file(path: Path, name: str) -> str:
 
 
 def load_progress(path: Path) -> Progress:
-    return Progress(**json.loads(_read(path / PROGRESS)))
+    return Progress(**_read_json(path / PROGRESS, [field.name for field in fields(Progress)]))
 
 
 def load_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
@@ -141,6 +143,14 @@ def _read(file: Path) -> str:
         return file.read_text(encoding="utf-8")
     except OSError as error:
         raise CheckpointError(f"{file} cannot be read: {error.strerror}") from error
+
+
+def _read_json(file: Path, keys: list[str]) -> dict[str, Any]:
+    try:
+        values = json.loads(_read(file))
+        return {key: values[key] for key in keys}
+    except (ValueError, TypeError, KeyError) as error:  # not JSON, not even UTF-8, or not an object with these keys
+        raise CheckpointError(f"{file} is damaged; resume from another checkpoint") from error
 
 
 def _checksum(file: Path) -> int:

@@ -27,20 +27,26 @@ def pick_token(logits_v: torch.Tensor, sampling: Sampling, generator: torch.Gene
     logits_v = logits_v.float().cpu()  # drawn on the host, so that a seed means the same on every device
     if sampling.temperature == 0.0:
         return int(logits_v.argmax())
-    logits_v = logits_v / sampling.temperature
+    logits_v = (logits_v - logits_v.max()) / sampling.temperature
     if 0 < sampling.top_k < len(logits_v):
         logits_v = logits_v.masked_fill(logits_v < logits_v.topk(sampling.top_k).values[-1], -torch.inf)
     probs_v = logits_v.softmax(0)
     if sampling.top_p < 1.0:
         sorted_v, order_v = probs_v.sort(descending=True)
-        before_v = sorted_v.cumsum(0) - sorted_v  # the likeliest token always stays
+        before_v = sorted_v.cumsum(0) - sorted_v
+        before_v[0] = -1.0  # the likeliest token always stays
         probs_v = probs_v.index_fill(0, order_v[before_v >= sampling.top_p], 0.0)
     return int(torch.multinomial(probs_v, 1, generator=generator))
 
 
 @torch.inference_mode()
-def generate_tokens(gpt: GPT, model: Model, prompt: list[int], sampling: Sampling) -> Iterator[int]:
-    """New tokens one at a time. When the positions run out, the oldest tokens are forgotten, half a window at once."""
+def generate_tokens(
+    gpt: GPT, model: Model, prompt: list[int], sampling: Sampling, vocab_size: int | None = None
+) -> Iterator[int]:
+    """New tokens one at a time. When the positions run out, the oldest tokens are forgotten, half a window at once.
+
+    `vocab_size` is the tokenizer's: a model may have room for more tokens than there are words for.
+    """
     assert prompt and isinstance(model.max_position_embeddings, int)
     gpt.eval()
     window = model.max_position_embeddings
@@ -55,6 +61,6 @@ def generate_tokens(gpt: GPT, model: Model, prompt: list[int], sampling: Samplin
             cache = Cache(model, 1, window, device, gpt.compute_dtype)
         new = torch.tensor([seen[cache.length :]], device=device)
         logits_bv = gpt(new, cache=cache)[:, -1]
-        token = pick_token(logits_bv[0], sampling, generator)
+        token = pick_token(logits_bv[0, :vocab_size], sampling, generator)
         seen.append(token)
         yield token

@@ -1,28 +1,63 @@
-"""Starting the processes of a layout on this machine, through torchrun."""
+"""Starting the processes of a layout on this machine, through torchrun's own launcher.
+
+The first rank speaks on the console; the others' output goes to files. When a rank fails, the launcher ends the rest,
+and the rank that failed first is the one that is shown.
+"""
 
 import os
-import subprocess
 import sys
+import uuid
+from pathlib import Path
+
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from fourfold.errors import LaunchError
+
+SHUTDOWN_S = 30
+"""How long a worker that was asked to stop may take to save."""
 
 
-def local_command(processes: int, arguments: list[str]) -> list[str]:
-    """`fourfold <arguments>` as `processes` workers that find each other on this machine."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
-    return [*torchrun, "-m", "fourfold", *arguments]
+# What workers on one machine need; anything already set wins.
+LOCAL_ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "GLOO_SOCKET_IFNAME": "lo",
+    # without it a restarted group reads the addresses of the dead one
+    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+}
 
 
-def local_environment() -> dict[str, str]:
-    """What workers on one machine need set; anything already set wins."""
-    defaults = {
-        "OMP_NUM_THREADS": "1",
-        "GLOO_SOCKET_IFNAME": "lo",
-        # without it a restarted group reads the addresses of the dead one
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-    }
-    return defaults | dict(os.environ)
-
-
-def run_local(processes: int, arguments: list[str], **options: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(  # type: ignore[call-overload, no-any-return]
-        local_command(processes, arguments), env=local_environment(), text=True, **options
+def launch_local(processes: int, arguments: list[str], log_dir: Path) -> None:
+    """Run `fourfold <arguments>` as this many workers and wait for them. A worker's failure is a LaunchError."""
+    for name, value in LOCAL_ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    log_dir.mkdir(parents=True, exist_ok=True)
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=processes,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=0,
+        shutdown_timeout=SHUTDOWN_S,
+        logs_specs=DefaultLogsSpecs(str(log_dir), redirects=dict.fromkeys(range(1, processes), Std.ALL)),
     )
+    try:
+        elastic_launch(config, sys.executable)("-m", "fourfold", *arguments)
+    except ChildFailedError as error:
+        raise _first_failure(error, log_dir) from error
+    except SignalException as stopped:
+        sys.exit(128 + int(stopped.sigval))
+
+
+def _first_failure(error: ChildFailedError, log_dir: Path) -> LaunchError:
+    """A sentence and, for what is not a user's mistake, the traceback of the rank that failed before the others."""
+    rank, failure = error.get_first_failure()
+    details = failure.error_file_data.get("message", {})
+    stack = details.get("extraInfo", {}).get("py_callstack", "") if isinstance(details, dict) else ""
+    what = f"rank {rank} failed first ({failure.message.strip()}); the ranks' logs are in {log_dir}"
+    failed = LaunchError(f"{stack.rstrip()}\n{what}" if stack and failure.exitcode != LaunchError.exit_code else what)
+    failed.exit_code = failure.exitcode if failure.exitcode > 0 else 1
+    return failed

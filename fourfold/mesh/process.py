@@ -36,6 +36,19 @@ def world_size_from_environment() -> int | None:
     return int(os.environ["WORLD_SIZE"]) if is_worker() else None
 
 
+def rank_from_environment() -> int:
+    return int(os.environ.get("RANK", 0))
+
+
+def is_first_process() -> bool:
+    """Whether this process speaks for all."""
+    return rank_from_environment() == 0
+
+
+def count_cores() -> int:
+    return len(os.sched_getaffinity(0))
+
+
 def has_gpu() -> bool:
     return torch.cuda.is_available()
 
@@ -58,7 +71,7 @@ def pick_device(device: str, local_rank: int) -> torch.device:
 @contextmanager
 def join_processes(device: str, timeout_s: float) -> Iterator[Process]:
     """Join the process group for the length of the block. A lone process is a group of one, with the same calls."""
-    rank = int(os.environ.get("RANK", 0))
+    rank = rank_from_environment()
     world_size = int(os.environ.get("WORLD_SIZE", 1))
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     place = pick_device(device, local_rank)
@@ -71,10 +84,8 @@ def join_processes(device: str, timeout_s: float) -> Iterator[Process]:
         dist.init_process_group(backend, timeout=timeout)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
-    try:
-        yield Process(rank, world_size, local_rank, place, timeout_s)
-    finally:
-        dist.destroy_process_group()
+    yield Process(rank, world_size, local_rank, place, timeout_s)
+    dist.destroy_process_group()  # not after an error: it would wait for ranks that are gone
 
 
 def seed_generators(key: int) -> None:

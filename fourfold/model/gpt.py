@@ -163,7 +163,7 @@ class GPT(nn.Module):
         """Again after anything that replaces parameters: moving from the meta device does, and so does mp."""
         if self.is_tied:
             assert self.head is not None and self.embedding is not None
-            self.head.weight = self.embedding.tokens.weight
+            self.head.register_parameter("weight", self.embedding.tokens.weight)
 
     def forward(
         self,

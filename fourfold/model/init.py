@@ -3,6 +3,7 @@
 import math
 
 import torch
+
 from fourfold.config.schema import Model
 from fourfold.cost.params import Parameter, saved_name
 from fourfold.model.stateless import key_of, normal_

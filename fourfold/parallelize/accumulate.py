@@ -4,10 +4,11 @@ import torch
 
 from fourfold.config.resolve import accumulation
 from fourfold.config.schema import Config
+from fourfold.cost.sharding import sharding_stage
 from fourfold.data.loader import Batch
 from fourfold.layout.layout import Layout
 from fourfold.model.gpt import GPT
-from fourfold.parallelize.shard import set_micro_batch, stage_for
+from fourfold.parallelize.shard import set_micro_batch
 
 
 def split_batch(batch: Batch, parts: int) -> list[Batch]:
@@ -18,7 +19,7 @@ class Accumulated:
     def __init__(self, gpt: GPT, config: Config, layout: Layout) -> None:
         self.gpt = gpt
         self.micro_batches = accumulation(config)
-        self.stage = stage_for(config.distributed, layout)
+        self.stage = sharding_stage(config, layout)
 
     def train(self, batch: Batch, weight: torch.Tensor) -> torch.Tensor:
         """Add the gradients of `weight` times the summed loss; return the summed loss of this rank's rows."""

@@ -11,9 +11,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fourfold.config.schema import Config
+from fourfold.cost.memory import stages_of
 from fourfold.cost.params import Parameter, parameters, saved_name, shard_of
+from fourfold.cost.sharding import is_sharded
 from fourfold.layout.layout import Coordinate, Layout
-from fourfold.layout.stages import pipe_stages, stage_indices, stages_per_rank
 from fourfold.mesh.mesh import build_mesh
 from fourfold.model.gpt import GPT
 from fourfold.model.init import initialize_shard
@@ -21,7 +22,7 @@ from fourfold.parallelize.accumulate import Accumulated
 from fourfold.parallelize.pipeline import Pipelined
 from fourfold.parallelize.precision import compute_dtype
 from fourfold.parallelize.recompute import apply_recompute
-from fourfold.parallelize.shard import apply_sharding, is_sharded
+from fourfold.parallelize.shard import apply_sharding
 from fourfold.parallelize.tensor import apply_tensor, sum_replicated_gradients
 from fourfold.parallelize.tied import build_tied_group, is_split, sum_tied_gradients
 
@@ -69,13 +70,13 @@ class ParallelModel:
 
 def parallelize(config: Config, layout: Layout, rank: int, device: torch.device, timeout_s: float) -> ParallelModel:
     at = layout.coordinate(rank)
-    mesh = build_mesh(layout, device.type, timeout_s)
+    mesh = build_mesh(layout, "cuda" if device.type == "cuda" else "cpu", timeout_s)
     parts = cut_stages(config, layout, at)
     for part in parts:
         apply_tensor(part, config.model, mesh["mp"], config.distributed.sequence_parallel, config.data.max_seq_len)
         apply_recompute(part, config.model)
         apply_compile(part, config, layout)
-        apply_sharding(part, config.distributed, layout, mesh, compute_dtype(config.engine))
+        apply_sharding(part, config, layout, mesh)
         materialize(part, config, layout, at, device)
     execution = (
         Pipelined(parts, config, layout, mesh, device) if layout.pp > 1 else Accumulated(parts[0], config, layout)
@@ -86,13 +87,7 @@ def parallelize(config: Config, layout: Layout, rank: int, device: torch.device,
 
 def cut_stages(config: Config, layout: Layout, at: Coordinate) -> list[GPT]:
     """This rank's pipe stages on the meta device: nothing is allocated until it is known which share of them is ours."""
-    distributed = config.distributed
-    schedule, virtual = distributed.pp_schedule, distributed.virtual_pp_degree
-    if layout.pp == 1:
-        stages = pipe_stages(config.model.num_layers, 1)
-    else:
-        all_stages = pipe_stages(config.model.num_layers, layout.pp * stages_per_rank(schedule, virtual))
-        stages = [all_stages[index] for index in stage_indices(at.pp, layout.pp, schedule, virtual)]
+    stages = stages_of(config, layout, at)
     with torch.device("meta"):
         return [GPT(config.model, compute_dtype(config.engine), stage) for stage in stages]
 
@@ -101,7 +96,7 @@ def apply_compile(gpt: GPT, config: Config, layout: Layout) -> None:
     """The whole stage as one graph, or, where sharding gathers parameters block by block, each block."""
     if not config.engine.compile:
         return
-    if is_sharded(config.distributed, layout):
+    if is_sharded(config, layout):
         for block in gpt.blocks.values():
             block.compile(dynamic=False)
     else:
@@ -109,7 +104,9 @@ def apply_compile(gpt: GPT, config: Config, layout: Layout) -> None:
 
 
 def materialize(gpt: GPT, config: Config, layout: Layout, at: Coordinate, device: torch.device) -> None:
-    """Allocate this rank's share and draw its initial values."""
+    """Allocate this rank's share and draw its initial values. A rehearsal on the meta device stops short of it."""
+    if device.type == "meta":
+        return
     gpt.to_empty(device="cpu" if config.distributed.sharding.sharding_offload else device)
     gpt.tie_weights()
     placed = dict(gpt.named_parameters())

@@ -7,7 +7,7 @@ to every stage beside its input; the last stage turns targets into the summed lo
 from typing import Any
 
 import torch
-from torch import nn
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.pipelining import PipelineStage
@@ -24,11 +24,12 @@ from torch.distributed.pipelining.schedules import (
 
 from fourfold.config.resolve import accumulation
 from fourfold.config.schema import Config
+from fourfold.cost.sharding import sharding_stage
 from fourfold.data.loader import Batch
 from fourfold.layout.layout import Layout
-from fourfold.layout.stages import stages_per_rank
+from fourfold.layout.stages import stage_indices, stages_per_rank
 from fourfold.model.gpt import GPT
-from fourfold.parallelize.shard import stage_for
+from fourfold.parallelize.accumulate import split_batch
 
 SCHEDULES: dict[str, type[PipelineScheduleSingle] | type[PipelineScheduleMulti]] = {
     "GPipe": ScheduleGPipe,
@@ -41,8 +42,10 @@ SCHEDULES: dict[str, type[PipelineScheduleSingle] | type[PipelineScheduleMulti]]
 
 
 class ReducingStage(PipelineStage):
-    """A stage that cuts gradients to shards after every micro batch, as sharding stages 2 and 3 do without a pipe.
-    PyTorch's own keeps them whole until the step's end."""
+    """A stage that cuts gradients to shards after every micro batch, and frees parameters if its sharding stage says so,
+    as sharding does without a pipe. PyTorch's own keeps both whole until the step's end."""
+
+    frees_after_forward = False
 
     def backward_maybe_with_nosync(
         self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
@@ -50,6 +53,7 @@ class ReducingStage(PipelineStage):
         result = super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
         if backward_type != "input" and isinstance(self.submod, FSDPModule):
             self.submod.set_requires_gradient_sync(True)
+            self.submod.set_reshard_after_backward(self.frees_after_forward)
             state = fully_shard.state(self.submod)  # type: ignore[attr-defined]
             for each in state._state_ctx.all_states:
                 for group in each._fsdp_param_groups:
@@ -63,29 +67,30 @@ class Pipelined:
         self, parts: list[GPT], config: Config, layout: Layout, mesh: DeviceMesh, device: torch.device
     ) -> None:
         distributed = config.distributed
-        self.parts = parts
-        self.has_first = any(part.stage.has_embedding for part in parts)
-        self.device = device
+        self.parts, self.config, self.device = parts, config, device
+        self.group, self.rank = mesh.get_group("pp"), mesh.get_local_rank("pp")
+        self.micro_batches = accumulation(config)
         self.weight = torch.ones((), device=device)
         self.total = torch.zeros(1, device=device)
         count = layout.pp * stages_per_rank(distributed.pp_schedule, distributed.virtual_pp_degree)
-        reduces = stage_for(distributed, layout).reduces_every_micro_batch
-        stages = [
-            (ReducingStage if reduces else PipelineStage)(
-                part,
-                part.stage.index,
-                count,
-                device,
-                input_args=boundary(config, part, is_input=True),
-                output_args=boundary(config, part, is_input=False),
-                group=mesh.get_group("pp"),
-            )
-            for part in parts
-        ]
+        self.rank_of = {
+            index: rank
+            for rank in range(layout.pp)
+            for index in stage_indices(rank, layout.pp, distributed.pp_schedule, distributed.virtual_pp_degree)
+        }
+        sharding = sharding_stage(config, layout)
+        stages = []
+        for part in parts:
+            kind = ReducingStage if sharding.reduces_every_micro_batch else PipelineStage
+            ends = (boundary(config, part, is_input=True), boundary(config, part, is_input=False))
+            stage = kind(part, part.stage.index, count, device, *ends, group=self.group)
+            if isinstance(stage, ReducingStage):
+                stage.frees_after_forward = sharding.frees_after_forward
+            stages.append(stage)
         schedule = SCHEDULES[distributed.pp_schedule]
         self.schedule = schedule(
             stages[0] if issubclass(schedule, PipelineScheduleSingle) else stages,  # type: ignore[arg-type]
-            n_microbatches=accumulation(config),
+            n_microbatches=self.micro_batches,
             loss_fn=self._weigh,
             scale_grads=False,
         )
@@ -97,23 +102,45 @@ class Pipelined:
 
     def train(self, batch: Batch, weight: torch.Tensor) -> torch.Tensor:
         """As Accumulated.train; the loss is zero on ranks without the last stage."""
-        self.weight = weight
-        return self._run(batch, self.schedule.step, is_training=True)
+        self.weight, self.total = weight, torch.zeros(1, device=self.device)
+        for part in self.parts:
+            part.train()
+        tokens = (batch.tokens_bt,) if self.parts[0].stage.has_embedding else ()
+        beside: dict[str, Any] = {"targets_bt": batch.targets_bt, "sample_keys_b": batch.sample_keys_b}
+        self.schedule.step(*tokens, target=batch.targets_bt, return_outputs=False, **beside)
+        return self.total
 
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> torch.Tensor:
-        return self._run(batch, self.schedule.eval, is_training=False)
-
-    def _run(self, batch: Batch, run: Any, is_training: bool) -> torch.Tensor:
-        self.total = torch.zeros(1, device=self.device)
+        """Forward alone, each stage taking all micro batches before the next. PyTorch's own `schedule.eval` runs
+        backward's exchanges where the pipe is folded into a V."""
+        total = torch.zeros(1, device=self.device)
+        micros = split_batch(batch, self.micro_batches)
+        sends: list[dist.Work | None] = []
+        handed_over: list[torch.Tensor] = []  # from one stage of this rank to the next
         for part in self.parts:
-            part.train(is_training)
-        beside = {"targets_bt": batch.targets_bt}
-        if is_training:
-            beside["sample_keys_b"] = batch.sample_keys_b
-        tokens = (batch.tokens_bt,) if self.has_first else ()
-        run(*tokens, target=batch.targets_bt, losses=[], **beside)
-        return self.total
+            part.eval()
+            inputs = handed_over or [self._receive(part, micro) for micro in micros]
+            handed_over = []
+            for x, micro in zip(inputs, micros, strict=True):
+                y = part(x, micro.targets_bt)
+                if part.stage.has_head:
+                    total += y
+                elif self.rank_of[part.stage.index + 1] == self.rank:
+                    handed_over.append(y)
+                else:
+                    sends.append(dist.isend(y, group=self.group, group_dst=self.rank_of[part.stage.index + 1]))
+        for send in sends:
+            if send is not None:
+                send.wait()
+        return total
+
+    def _receive(self, part: GPT, micro: Batch) -> torch.Tensor:
+        if part.stage.has_embedding:
+            return micro.tokens_bt
+        x = torch.empty_like(boundary(self.config, part, is_input=True), device=self.device, requires_grad=False)
+        dist.recv(x, group=self.group, group_src=self.rank_of[part.stage.index - 1])
+        return x
 
 
 def boundary(config: Config, part: GPT, is_input: bool) -> torch.Tensor:

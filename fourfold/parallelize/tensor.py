@@ -18,6 +18,7 @@ from torch.distributed import _functional_collectives as funcol
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from fourfold.compat import all_gather, reduce_scatter
 from fourfold.config.schema import Model
 from fourfold.cost.params import parameters
 from fourfold.model.dropout import Dropout
@@ -69,23 +70,23 @@ def _sum(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 
 def _gather(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    return funcol.wait_tensor(funcol.all_gather_tensor(x.contiguous(), SEQUENCE_DIM, group))
+    return all_gather(x.contiguous(), SEQUENCE_DIM, group)
 
 
 def _sum_and_scatter(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    return funcol.wait_tensor(funcol.reduce_scatter_tensor(x.contiguous(), "sum", SEQUENCE_DIM, group))
+    return reduce_scatter(x.contiguous(), SEQUENCE_DIM, group)
 
 
 def enter(x: torch.Tensor, region: Region) -> torch.Tensor:
     """What all ranks hold (or hold sequence shares of) goes into layers that each holds a share of."""
     pair = (_gather, _sum_and_scatter) if region.sequence_parallel else (_keep, _sum)
-    return _Collective.apply(x, *pair, region.group)  # type: ignore[no-any-return]
+    return _Collective.apply(x, *pair, region.group)
 
 
 def leave(x: torch.Tensor, region: Region) -> torch.Tensor:
     """Each rank's partial result becomes the sum, whole or in sequence shares."""
     pair = (_sum_and_scatter, _gather) if region.sequence_parallel else (_sum, _keep)
-    return _Collective.apply(x, *pair, region.group)  # type: ignore[no-any-return]
+    return _Collective.apply(x, *pair, region.group)
 
 
 def local(parameter: torch.Tensor) -> torch.Tensor:
@@ -173,7 +174,7 @@ def apply_tensor(gpt: GPT, model: Model, mp_mesh: DeviceMesh, sequence_parallel:
             module.register_parameter(leaf, share_parameter(getattr(module, leaf), parameter.mp_dim, mp_mesh))
         compute = MP_PLAN[plan_row(module_name)]
         if compute is not None:
-            module.forward = partial(compute, module, region)  # type: ignore[method-assign]
+            module.forward = partial(compute, module, region)
     gpt.tie_weights()
     if gpt.is_tied:
         assert gpt.head is not None

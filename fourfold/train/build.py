@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fourfold.checkpoint.state import copy_tied, restore_progress, tensors_of
-from fourfold.checkpoint.store import find_checkpoint, load_progress, load_tensors, read_text_file, verify_checkpoint
+from fourfold.checkpoint.store import find_checkpoint, load_progress, load_tensors, verify_checkpoint
 from fourfold.config.load import load_config
 from fourfold.config.resolve import layout_of, with_decay_steps, with_vocab_size
 from fourfold.config.schema import Config
@@ -70,6 +70,8 @@ class Run:
 def build_run(config: Config, process: Process) -> Run:
     layout = layout_of(config, process.world_size)
     checkpoint = find_checkpoint(Path(config.engine.output_dir), config.engine.resume)
+    if checkpoint:
+        verify_checkpoint(checkpoint)
     tokenizer = load_saved_tokenizer(checkpoint) if checkpoint else None
     corpus = load_corpus(config.data, config.global_.seed, config.engine.eval_iters != 0, tokenizer)
     config = with_vocab_size(config, vocab_size_for(config, corpus.tokenizer))
@@ -80,7 +82,6 @@ def build_run(config: Config, process: Process) -> Run:
     loss_scale = LossScale(config.engine.scale_loss, has_loss_scale(config.engine), process.device)
     first_step = 0
     if checkpoint:
-        verify_checkpoint(checkpoint)
         check_same_model(checkpoint, config)
         load_tensors(checkpoint, tensors_of(parallel, optimizer))
         copy_tied(parallel, optimizer)
@@ -93,6 +94,20 @@ def build_run(config: Config, process: Process) -> Run:
                 "would have been"
             )
     return Run(config, layout, process, corpus, parallel, optimizer, loss_scale, first_step, total_steps, checkpoint)
+
+
+def check_beginning(config: Config) -> None:
+    """Refuse to begin among newer checkpoints: they would keep this run's own from being saved under their names, and
+    the next `resume: auto` would go on from them."""
+    output_dir = Path(config.engine.output_dir)
+    newest = find_checkpoint(output_dir, "auto")
+    begin = find_checkpoint(output_dir, config.engine.resume)
+    first_step = load_progress(begin).step if begin else 0
+    if newest and load_progress(newest).step > first_step:
+        raise CheckpointError(
+            f"{newest} is newer than where this run begins with engine.resume = {config.engine.resume}, which is after "
+            f"step {first_step}; write another engine.output_dir, engine.resume = auto, or move it away"
+        )
 
 
 def load_saved_tokenizer(checkpoint: Path) -> Tokenizer:
@@ -134,7 +149,7 @@ def check_same_model(checkpoint: Path, config: Config) -> None:
     saved = load_config(checkpoint / CONFIG_FILE)
     problems = [
         f"model.{key} = {getattr(config.model, key)} differs from {getattr(saved.model, key)} in the checkpoint "
-        f"{checkpoint}; write the same, another output_dir, or resume: never"
+        f"{checkpoint}; write the same, or start anew in another output_dir"
         for key in SHAPE_KEYS
         if getattr(config.model, key) != getattr(saved.model, key)
     ]

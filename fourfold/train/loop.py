@@ -18,7 +18,7 @@ from fourfold.config.schema import Config
 from fourfold.cost.params import count_parameters
 from fourfold.data.order import epoch_of
 from fourfold.mesh.process import Process
-from fourfold.train.build import CONFIG_FILE, TOKENIZER_FILE, Run, build_run
+from fourfold.train.build import CONFIG_FILE, TOKENIZER_FILE, Run, build_run, check_beginning
 from fourfold.train.evaluate import count_eval_batches, evaluate
 from fourfold.train.interrupt import EXIT_CODES, Interrupt
 from fourfold.train.metrics import Metrics, log
@@ -37,6 +37,7 @@ class Outcome:
 
 
 def train(config: Config, process: Process, console: Console) -> Outcome:
+    check_beginning(config)
     run = build_run(config, process)
     introduce(run)
     step, eval_loss = run.first_step, None

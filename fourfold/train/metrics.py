@@ -6,6 +6,7 @@ costs nothing; on a CPU they are read at once.
 
 import json
 import logging
+import math
 import resource
 import time
 from collections import deque
@@ -14,7 +15,7 @@ from typing import Any, NamedTuple, Self
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from torch.utils.tensorboard import SummaryWriter
 
 from fourfold.cost.flops import training_flops_per_token
@@ -72,7 +73,7 @@ class Metrics:
         # steps skipped before this run began are those that changed no weights
         self.skipped_steps = torch.tensor(run.first_step - run.optimizer.updates, device=run.process.device)
         self.progress = progress_bar(console) if self.is_speaker and console.is_terminal else None
-        self.task = None
+        self.task: TaskID | None = None
 
     def __enter__(self) -> Self:
         now = time.perf_counter()
@@ -196,7 +197,9 @@ class Metrics:
             log.info(f"saved {path} in {took_s:.2f} s")
 
     def _save(self, values: dict[str, Any]) -> None:
-        self.stream.write(json.dumps(values) + "\n")
+        # JSON knows no infinity: the norm of a skipped step is null
+        known = {key: value if math.isfinite(value) else None for key, value in values.items()}
+        self.stream.write(json.dumps(known) + "\n")
         self.stream.flush()
         for key, tag in CURVES.items():
             if key in values:

@@ -1,0 +1,51 @@
+"""A layout built for real on one rank of a cluster that does not exist: PyTorch's fake process group, nothing allocated.
+
+The whole of `parallelize` runs, for any number of ranks, and what it made is held against the cost model's figures.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import prod
+
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from fourfold.config.schema import Config
+from fourfold.cost.memory import StateBytes, stages_of, state_bytes
+from fourfold.layout.layout import Coordinate, Layout
+from fourfold.layout.stages import PipeStage
+from fourfold.parallelize.apply import parallelize
+
+
+@dataclass(frozen=True)
+class RankForecast:
+    """What one rank will hold."""
+
+    pp_rank: int
+    stages: list[PipeStage]
+    state: StateBytes
+
+
+def forecast(config: Config, layout: Layout) -> list[RankForecast]:
+    """For the first rank of every place in the pipe; along the other axes ranks differ by padding alone."""
+    places = [Coordinate(pp, 0, 0, 0) for pp in range(layout.pp)]
+    return [RankForecast(at.pp, stages_of(config, layout, at), state_bytes(config, layout, at)) for at in places]
+
+
+@contextmanager
+def fake_processes(rank: int, world_size: int) -> Iterator[None]:
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def count_built(config: Config, layout: Layout, rank: int) -> int:
+    """Build one rank's share of the model on the meta device; the number of parameters that it stores."""
+    with fake_processes(rank, layout.world_size):
+        parallel = parallelize(config, layout, rank, torch.device("meta"), timeout_s=60.0)
+        shards = [getattr(parameter, "_local_tensor", parameter) for parameter in parallel.named_parameters().values()]
+        return sum(prod(shard.shape) for shard in shards)

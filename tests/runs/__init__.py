@@ -1,0 +1,1 @@
+"""Named multi-process runs, and what they must agree with."""
