@@ -8,7 +8,7 @@ import json
 import sys
 import tempfile
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import torch
 import typer
@@ -17,7 +17,7 @@ from rich.table import Table
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from fourfold import __version__
-from fourfold.checkpoint.store import find_checkpoint
+from fourfold.checkpoint.store import checkpoint_path, newest_checkpoint
 from fourfold.config.flags import parse_flags
 from fourfold.config.keys import describe_keys
 from fourfold.config.load import dump_config, load_config
@@ -25,7 +25,7 @@ from fourfold.config.problems import problems
 from fourfold.config.resolve import layout_of, processes_needed, resolve, with_vocab_size
 from fourfold.config.schema import Config
 from fourfold.cost.params import count_parameters
-from fourfold.errors import ConfigError, FourfoldError
+from fourfold.errors import CheckpointError, ConfigError, FourfoldError
 from fourfold.generate.load import load_for_generation
 from fourfold.generate.sample import Sampling, generate_tokens
 from fourfold.launch.torchrun import launch_local
@@ -42,7 +42,7 @@ from fourfold.mesh.process import (
     world_size_from_environment,
 )
 from fourfold.train.loop import Outcome, train
-from fourfold.train.metrics import log, start_log
+from fourfold.train.metrics import log_failure, start_log
 from fourfold.train.rehearse import count_built, forecast
 from fourfold.train.trial import Trial, run_trials
 from fourfold.train.verify import (
@@ -61,6 +61,7 @@ screen = Console(highlight=False)
 GROUP_TIMEOUT_S = 600.0
 TRIAL_TIMEOUT_S = 120.0
 DEFAULT_VOCAB_SIZE = 50304
+MOST_PARAMETERS_TO_SHOW = 10**9
 
 
 @app.callback(invoke_without_command=True)
@@ -99,8 +100,8 @@ def work(config: Config) -> int:
             torch.set_float32_matmul_precision("high")
         start_log(Path(config.engine.output_dir), process.rank, process.is_first and not screen.is_terminal)
         outcome = train(config, process, screen)
-        if process.is_first:
-            conclude(outcome)
+    if process.is_first:
+        conclude(outcome)
     return outcome.exit_code
 
 
@@ -174,7 +175,7 @@ def describe_stage(stage: PipeStage) -> str:
 
 @app.command("verify", context_settings=FREE_FORM, add_help_option=False)
 def verify_command(context: typer.Context) -> None:
-    """Prove a layout on this machine's CPU: fourfold verify [CONFIG] [--key value ...] [--layouts all --world_size 8]"""
+    """Prove a layout on this machine's CPU: fourfold verify [CONFIG] [--key value ...] [--layouts all]"""
     defaults = {"--debug": False, "--help": False, "--layouts": "", "--world_size": 0, "--steps": 5, "--most": 8}
     arguments, own = take_options(context.args, defaults)
     if own["--help"]:
@@ -193,7 +194,7 @@ def verify_command(context: typer.Context) -> None:
         raise typer.Exit(1)
 
 
-VERIFY_HELP = f"""Usage: fourfold verify [CONFIG] [--key value ...] [--layouts all] [--world_size N] [--steps N] [--most N]
+VERIFY_HELP = f"""Usage: fourfold verify [CONFIG] [--key value ...] [--layouts all --world_size N] [--steps N]
 
 Shrinks the model, runs it on one process and on the layout, on this machine's CPU, and compares every step's loss and
 gradient norm. Fails (exit code 1) if any differs by more than {TOLERANCE:g} relative.
@@ -255,12 +256,9 @@ def conclude(outcome: Outcome) -> None:
             soft_wrap=True,
         )
         return
-    tokenizer = run.corpus.tokenizer
-    prompt = [int(run.corpus.tokens[0])]
-    sampling = Sampling(max_new_tokens=300, temperature=0.8)
-    tokens = list(generate_tokens(run.parallel.parts[0], run.config.model, prompt, sampling, tokenizer.vocab_size))
-    screen.print("\nThe model writes:\n", style="bold")
-    screen.print(tokenizer.decode(tokens), markup=False)
+    if count_parameters(run.config.model) <= MOST_PARAMETERS_TO_SHOW:
+        screen.print("\nThe model writes:\n", style="bold")
+        screen.print(write_sample(outcome), markup=False)
     loss = "" if outcome.eval_loss is None else f", validation loss {outcome.eval_loss:.4f} nats per token"
     screen.print(f"\n{outcome.step:,} steps done{loss}.", style="bold")
     for what, where in (
@@ -271,6 +269,14 @@ def conclude(outcome: Outcome) -> None:
         ("more text", f'fourfold generate {folder} --prompt "..."'),
     ):
         screen.print(f"  {what:<12} {where}", soft_wrap=True, markup=False)
+
+
+def write_sample(outcome: Outcome) -> str:
+    """From the checkpoint just saved, as anybody would: the layout that trained it does not matter."""
+    run = outcome.run
+    gpt, model, tokenizer = load_for_generation(checkpoint_path(run.output_dir, outcome.step), run.process.device)
+    prompt, sampling = [int(run.corpus.tokens[0])], Sampling(max_new_tokens=300, temperature=0.8)
+    return tokenizer.decode(list(generate_tokens(gpt, model, prompt, sampling, tokenizer.vocab_size)))
 
 
 def print_train_help() -> None:
@@ -298,25 +304,30 @@ def option(name: str, text: str, **limits: float) -> typer.models.OptionInfo:
 @app.command("generate")
 def generate_command(
     source: Annotated[str, typer.Argument(metavar="OUTPUT_DIR", help="A run's output folder, or one checkpoint.")],
-    prompt: Annotated[str, option("prompt", "The text to continue.")] = "\n",
+    prompt: Annotated[str | None, option("prompt", "The text to continue; by default a first character.")] = None,
     max_new_tokens: Annotated[int, option("max_new_tokens", "How many tokens to add.", min=1)] = 200,
     temperature: Annotated[float, option("temperature", "0 always takes the likeliest token.", min=0.0)] = 1.0,
     top_k: Annotated[int, option("top_k", "Choose among the k likeliest tokens; 0 among all.", min=0)] = 0,
     top_p: Annotated[float, option("top_p", "Choose among the likeliest with this probability.", min=0, max=1)] = 1.0,
-    seed: Annotated[int, option("seed", "The same seed gives the same text.")] = 1234,
-    device: Annotated[str, option("device", "auto, cpu or gpu.")] = "auto",
+    seed: Annotated[int, option("seed", "The same seed gives the same text.", min=0, max=2**63 - 1)] = 1234,
+    device: Annotated[Literal["auto", "cpu", "gpu"], option("device", "Where to compute.")] = "auto",
     no_cache: Annotated[
         bool, option("no_cache", "Compute every token again for each new one: slower, same text.")
     ] = False,
     debug: Annotated[bool, option("debug", "Show tracebacks.")] = False,
 ) -> None:
     """Continue a text with a trained model."""
-    path = find_checkpoint(Path(source), "auto") or find_checkpoint(Path(source), source)
-    assert path is not None
+    path = newest_checkpoint(Path(source))
+    if path is None:
+        raise CheckpointError(f"{source} holds no checkpoint; name a run's output_dir, or one checkpoint in it")
+    if prompt == "":
+        raise ConfigError("--prompt is empty; give at least one character to continue, or leave it out")
     gpt, model, tokenizer = load_for_generation(path, pick_device(device, 0))
     sampling = Sampling(max_new_tokens, temperature, top_k, top_p, seed, not no_cache)
-    print(prompt, end="", flush=True)
-    for token in generate_tokens(gpt, model, tokenizer.encode(prompt).tolist(), sampling, tokenizer.vocab_size):
+    text = tokenizer.decode([0]) if prompt is None else prompt
+    tokens = tokenizer.encode(text).tolist()
+    print(text, end="", flush=True)
+    for token in generate_tokens(gpt, model, tokens, sampling, tokenizer.vocab_size):
         print(tokenizer.decode([token]), end="", flush=True)
     print()
 
@@ -343,5 +354,5 @@ def main() -> None:
     except Exception:
         if not is_worker():
             raise
-        log.exception(f"rank {rank_from_environment()} failed")
+        log_failure(rank_from_environment())
         sys.exit(1)

@@ -8,10 +8,10 @@ from torch.distributed import _functional_collectives as funcol
 def all_gather(x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
     """2.13 renamed all_gather_tensor to all_gather_single. Remove when 2.13 is the oldest version supported."""
     gather = getattr(funcol, "all_gather_single", None) or funcol.all_gather_tensor
-    return funcol.wait_tensor(gather(x, dim, group))
+    return funcol.wait_tensor(gather(x, dim, group))  # type: ignore[no-untyped-call, no-any-return]
 
 
 def reduce_scatter(x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
     """2.13 renamed reduce_scatter_tensor to reduce_scatter_single. Remove when 2.13 is the oldest version supported."""
     scatter = getattr(funcol, "reduce_scatter_single", None) or funcol.reduce_scatter_tensor
-    return funcol.wait_tensor(scatter(x, "sum", dim, group))
+    return funcol.wait_tensor(scatter(x, "sum", dim, group))  # type: ignore[no-untyped-call, no-any-return]

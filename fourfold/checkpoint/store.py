@@ -8,6 +8,7 @@ written to.
 import json
 import os
 import shutil
+import warnings
 import zlib
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -81,17 +82,22 @@ def complete_checkpoints(output_dir: Path) -> list[Path]:
     return sorted(manifest.parent for manifest in (output_dir / "checkpoints").glob(f"step_*/{MANIFEST}"))
 
 
+def newest_checkpoint(folder: Path) -> Path | None:
+    """The folder itself if it is a checkpoint, or the newest one of the run whose output folder it is."""
+    if (folder / MANIFEST).exists():
+        return folder
+    found = complete_checkpoints(folder)
+    return found[-1] if found else None
+
+
 def find_checkpoint(output_dir: Path, resume: str) -> Path | None:
     """The checkpoint that `engine.resume` means, if there is one."""
     if resume == "never":
         return None
     if resume == "auto":
-        found = complete_checkpoints(output_dir)
-        return found[-1] if found else None
-    path = Path(resume)
-    inside = [] if (path / MANIFEST).exists() else complete_checkpoints(path)
-    path = inside[-1] if inside else path
-    if not (path / MANIFEST).exists():
+        return newest_checkpoint(output_dir)
+    path = newest_checkpoint(Path(resume))
+    if path is None:
         raise CheckpointError(
             f"engine.resume = {resume} is not a checkpoint: it has no {MANIFEST}; name a folder like "
             "output/checkpoints/step_00000100, or write auto or never"
@@ -133,7 +139,9 @@ def load_progress(path: Path) -> Progress:
 def load_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
     """Read into the given tensors, whatever layout wrote the checkpoint."""
     try:
-        dcp.load(dict(tensors), storage_reader=dcp.FileSystemReader(path / TENSORS))
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # generation reads alone and means to
+            dcp.load(dict(tensors), storage_reader=dcp.FileSystemReader(path / TENSORS))
     except CheckpointException as error:  # a BaseException, which nothing else would catch
         raise CheckpointError(f"{path} cannot be read into this model: {error}") from error
 

@@ -4,6 +4,7 @@ The first rank speaks on the console; the others' output goes to files. When a r
 and the rank that failed first is the one that is shown.
 """
 
+import logging
 import os
 import sys
 import uuid
@@ -44,6 +45,7 @@ def launch_local(processes: int, arguments: list[str], log_dir: Path) -> None:
         shutdown_timeout=SHUTDOWN_S,
         logs_specs=DefaultLogsSpecs(str(log_dir), redirects=dict.fromkeys(range(1, processes), Std.ALL)),
     )
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # says the same at greater length
     try:
         elastic_launch(config, sys.executable)("-m", "fourfold", *arguments)
     except ChildFailedError as error:
@@ -53,11 +55,13 @@ def launch_local(processes: int, arguments: list[str], log_dir: Path) -> None:
 
 
 def _first_failure(error: ChildFailedError, log_dir: Path) -> LaunchError:
-    """A sentence and, for what is not a user's mistake, the traceback of the rank that failed before the others."""
+    """The rank that failed before the others, in a sentence; the others failed because it was gone."""
     rank, failure = error.get_first_failure()
-    details = failure.error_file_data.get("message", {})
-    stack = details.get("extraInfo", {}).get("py_callstack", "") if isinstance(details, dict) else ""
-    what = f"rank {rank} failed first ({failure.message.strip()}); the ranks' logs are in {log_dir}"
-    failed = LaunchError(f"{stack.rstrip()}\n{what}" if stack and failure.exitcode != LaunchError.exit_code else what)
+    details = failure.error_file_data.get("message", "") if failure.error_file_data else ""
+    what = details["message"] if isinstance(details, dict) else details or f"exit code {failure.exitcode}"
+    failed = LaunchError(
+        f"rank {rank} failed first, and the others were stopped: {str(what).strip()}\n"
+        f"its log, with the traceback, is {log_dir / f'workerlog.{rank}'}"
+    )
     failed.exit_code = failure.exitcode if failure.exitcode > 0 else 1
     return failed

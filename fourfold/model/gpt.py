@@ -6,7 +6,7 @@ A pipe stage is this class with parts absent; mp and sharding are applied from o
 parts by name. Shapes: b batch, t time (sequence), d hidden, f feed-forward, h heads, k head width, v vocabulary.
 """
 
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 import torch.nn.functional as F
@@ -55,8 +55,7 @@ class CoreAttention(nn.Module):
 
 class Attention(nn.Module):
     """Query, key and value rows of the one weight are interleaved head by head, so that cutting the weight's first dim
-    into equal parts gives each mp rank whole heads. The number of heads is read off the activations for the same reason.
-    """
+    into equal parts gives each mp rank whole heads. So the number of heads is read off the activations."""
 
     def __init__(self, model: Model, layer: int) -> None:
         super().__init__()
@@ -163,7 +162,7 @@ class GPT(nn.Module):
         """Again after anything that replaces parameters: moving from the meta device does, and so does mp."""
         if self.is_tied:
             assert self.head is not None and self.embedding is not None
-            self.head.register_parameter("weight", self.embedding.tokens.weight)
+            self.head.weight = cast(nn.Parameter, self.embedding.tokens.weight)
 
     def forward(
         self,

@@ -25,6 +25,8 @@ class Vocabulary:
         return x
 
 
+WHOLE = Vocabulary()
+
 _CHUNK_LOGITS = 2**25  # 128 MiB of float32 logits at a time: large enough for full-speed products
 
 
@@ -86,7 +88,7 @@ def summed_cross_entropy(
     weight_vd: torch.Tensor,
     targets_bt: torch.Tensor,
     vocab_size: int,
-    vocabulary: Vocabulary = Vocabulary(),
+    vocabulary: Vocabulary = WHOLE,
 ) -> torch.Tensor:
     """Loss summed over all positions whose target is not IGNORED, in float32, of shape (1,).
 

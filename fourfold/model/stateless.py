@@ -36,8 +36,8 @@ def mix64(x: torch.Tensor) -> torch.Tensor:
 def bits32(rows_64: torch.Tensor, columns: range) -> torch.Tensor:
     """32 random bits for each (row, column), as int32, with one more dim than `rows_64`.
 
-    The strong 64-bit hash runs once per row and once per column; an element then costs two 32-bit multiplications, which
-    vectorise. That is what keeps this cheap without a fused kernel.
+    The strong 64-bit hash runs once per row and once per column; an element then costs two 32-bit multiplications,
+    which vectorise. That is what keeps this cheap without a fused kernel.
     """
     rows = mix64(rows_64).to(torch.int32)
     places = torch.arange(columns.start, columns.stop, device=rows_64.device)

@@ -1,8 +1,8 @@
 """AdamW over named parameters: who decays, where the moments live, and a step that never waits for the device.
 
-It works on the local shards of whatever the layout made of the parameters: the update is elementwise, so nothing else is
-needed. Unscaling, clipping and skipping are folded into PyTorch's fused kernel, which divides gradients by `grad_scale`
-and does nothing at all where `found_inf` is set: a step is one pass over memory and needs no word from the host.
+It works on the local shards of whatever the layout made of the parameters: the update is elementwise, so nothing else
+is needed. Unscaling, clipping and skipping are folded into PyTorch's fused kernel, which divides gradients by
+`grad_scale` and does nothing at all where `found_inf` is set: one pass over memory, and no word from the host.
 """
 
 import torch

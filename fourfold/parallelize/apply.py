@@ -86,7 +86,7 @@ def parallelize(config: Config, layout: Layout, rank: int, device: torch.device,
 
 
 def cut_stages(config: Config, layout: Layout, at: Coordinate) -> list[GPT]:
-    """This rank's pipe stages on the meta device: nothing is allocated until it is known which share of them is ours."""
+    """This rank's pipe stages on the meta device: nothing is allocated before it is known which share is ours."""
     stages = stages_of(config, layout, at)
     with torch.device("meta"):
         return [GPT(config.model, compute_dtype(config.engine), stage) for stage in stages]

@@ -1,7 +1,7 @@
 """Pipeline parallelism (pp): this rank's pipe stages, run by one of PyTorch's schedules.
 
-Shapes between stages are stated and not inferred, so that nothing runs before the first step. Targets and sample keys go
-to every stage beside its input; the last stage turns targets into the summed loss itself.
+Shapes between stages are stated and not inferred, so that nothing runs before the first step. Targets and sample keys
+go to every stage beside its input; the last stage turns targets into the summed loss itself.
 """
 
 from typing import Any
@@ -42,8 +42,8 @@ SCHEDULES: dict[str, type[PipelineScheduleSingle] | type[PipelineScheduleMulti]]
 
 
 class ReducingStage(PipelineStage):
-    """A stage that cuts gradients to shards after every micro batch, and frees parameters if its sharding stage says so,
-    as sharding does without a pipe. PyTorch's own keeps both whole until the step's end."""
+    """A stage that cuts gradients to shards after every micro batch, and frees parameters, where sharding does so
+    without a pipe. PyTorch's own keeps both whole until the step's end."""
 
     frees_after_forward = False
 

@@ -25,7 +25,7 @@ def apply_recompute(gpt: GPT, model: Model) -> None:
         part = GRANULARITIES[model.recompute_granularity](block)
         # Replacing forward, not wrapping the module, keeps every parameter's name. The generators' state is saved and
         # put back only where something draws from them: hidden dropout does not.
-        part.forward = partial(  # type: ignore[method-assign]
+        part.forward = partial(
             checkpoint,
             part.forward,
             use_reentrant=False,

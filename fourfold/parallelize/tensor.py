@@ -1,8 +1,8 @@
 """Tensor parallelism (mp): every layer's large weights cut between ranks, from outside the model.
 
-The plan is one table: what a module's name ends in decides how it computes on its share. Weights become DTensors, so that
-sharding and checkpoints know the whole tensor; the computation itself is on plain local tensors with the collectives
-written out. With `sequence_parallel` the activations between the cut layers are cut too, along the sequence.
+The plan is one table: what a module's name ends in decides how it computes on its share. Weights become DTensors, so
+that sharding and checkpoints know the whole tensor; the computation itself is on plain local tensors with the
+collectives written out. With `sequence_parallel` activations between the cut layers are cut too, along the sequence.
 """
 
 from collections.abc import Callable

@@ -18,7 +18,7 @@ def is_split(model: Model, layout: Layout) -> bool:
 
 
 def build_tied_group(layout: Layout, at: Coordinate, timeout_s: float) -> dist.ProcessGroup | None:
-    """The first and the last pipe rank at this place on the other axes. Every rank makes every group, as PyTorch asks."""
+    """The first and the last pipe rank at this place on the other axes. Every rank makes every group, as it must."""
     mine = None
     for rank in range(layout.world_size // layout.pp):  # the ranks of the first pipe stage
         last = rank + (layout.pp - 1) * (layout.world_size // layout.pp)

@@ -3,10 +3,18 @@ stops at once.
 """
 
 import signal
+from collections import deque
 from types import FrameType
 from typing import Self
 
-EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 143}
+import torch
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+def exit_code(number: signal.Signals | None) -> int:
+    """As a shell has it: 128 + signal. A rank that stops because another was asked to ends as by SIGTERM."""
+    return 128 + (number or signal.SIGTERM)
 
 
 class Interrupt:
@@ -17,7 +25,7 @@ class Interrupt:
         self._before: dict[signal.Signals, object] = {}
 
     def __enter__(self) -> Self:
-        for number in EXIT_CODES:
+        for number in SIGNALS:
             self._before[number] = signal.signal(number, self._remember)
         return self
 
@@ -29,3 +37,16 @@ class Interrupt:
         if self.signal is not None and number == signal.SIGINT:
             raise KeyboardInterrupt
         self.signal = signal.Signals(number)
+
+
+class Agreement:
+    """All ranks stop after the same step, whichever of them was asked. Votes travel with each step's results; on a GPU
+    they are read one step late, so that nobody waits for them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.unread: deque[torch.Tensor] = deque()
+        self.delay = 1 if device.type == "cuda" else 0
+
+    def is_reached(self, votes: torch.Tensor) -> bool:
+        self.unread.append(votes)
+        return len(self.unread) > self.delay and bool(self.unread.popleft() > 0)

@@ -20,7 +20,7 @@ from fourfold.data.order import epoch_of
 from fourfold.mesh.process import Process
 from fourfold.train.build import CONFIG_FILE, TOKENIZER_FILE, Run, build_run, check_beginning
 from fourfold.train.evaluate import count_eval_batches, evaluate
-from fourfold.train.interrupt import EXIT_CODES, Interrupt
+from fourfold.train.interrupt import Agreement, Interrupt, exit_code
 from fourfold.train.metrics import Metrics, log
 from fourfold.train.profile import profiling
 from fourfold.train.step import train_step
@@ -40,7 +40,8 @@ def train(config: Config, process: Process, console: Console) -> Outcome:
     check_beginning(config)
     run = build_run(config, process)
     introduce(run)
-    step, eval_loss = run.first_step, None
+    step, eval_loss, is_stopping = run.first_step, None, False
+    agreement = Agreement(process.device)
     with (
         run.open_loader() as loader,
         Metrics(run, console) as metrics,
@@ -50,17 +51,18 @@ def train(config: Config, process: Process, console: Console) -> Outcome:
         for step in range(run.first_step + 1, run.total_steps + 1):
             waited_s = loader.wait_s
             batch = loader.next_batch()
-            result = train_step(run, batch, step - 1)
+            result = train_step(run, batch, step - 1, interrupt.signal is not None)
             metrics.record(step - 1, result, loader.wait_s - waited_s)
-            is_last = step == run.total_steps or interrupt.signal is not None
+            is_stopping = agreement.is_reached(result.stop_votes)
+            is_last = step == run.total_steps or is_stopping
             if is_last or is_save_due(run, step):
                 save(run, step, metrics)
-            if (is_last and interrupt.signal is None) or is_eval_due(run, step):
+            if (is_last and not is_stopping) or is_eval_due(run, step):
                 eval_loss = measure(run, step, metrics)
             profiled()
             if is_last:
                 break
-    return Outcome(run, step, eval_loss, EXIT_CODES[interrupt.signal] if interrupt.signal else 0)
+    return Outcome(run, step, eval_loss, exit_code(interrupt.signal) if is_stopping else 0)
 
 
 def introduce(run: Run) -> None:
@@ -68,10 +70,9 @@ def introduce(run: Run) -> None:
     if not run.process.is_first:
         return
     (run.output_dir / CONFIG_FILE).write_text(dump_config(run.config), encoding="utf-8")
+    vocab_size = run.corpus.tokenizer.vocab_size
     batch, micro = run.config.global_.global_batch_size, run.config.global_.micro_batch_size
-    log.info(
-        f"{run.config.data.input_dir}: {run.corpus.num_characters:,} characters, {run.corpus.tokenizer.vocab_size} unique"
-    )
+    log.info(f"{run.config.data.input_dir}: {run.corpus.num_characters:,} characters, {vocab_size} unique")
     log.info(
         f"samples of {run.config.data.max_seq_len} tokens: "
         + ", ".join(f"{len(part):,} {name}" for name, part in run.corpus.splits._asdict().items())
@@ -83,9 +84,7 @@ def introduce(run: Run) -> None:
     )
     if run.corpus.passed_over:
         names = ", ".join(str(path) for path in run.corpus.passed_over[:5])
-        log.warning(
-            f"{len(run.corpus.passed_over)} files of {run.config.data.input_dir} are not text and were passed over: {names}"
-        )
+        log.warning(f"{len(run.corpus.passed_over)} files that are not text were passed over: {names}")
     if run.config.data.split_by == "window":
         log.warning("data.split_by = window: the validation windows overlap the training text, so their loss flatters")
     if run.resumed_from:

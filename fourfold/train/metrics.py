@@ -21,6 +21,7 @@ from torch.utils.tensorboard import SummaryWriter
 from fourfold.cost.flops import training_flops_per_token
 from fourfold.cost.hardware import peak_flops
 from fourfold.data.order import batch_in_epoch, epoch_of
+from fourfold.errors import LaunchError
 from fourfold.optim.schedule import learning_rate
 from fourfold.train.build import Run
 from fourfold.train.step import StepResult
@@ -222,8 +223,13 @@ def progress_bar(console: Console) -> Progress:
 def start_log(output_dir: Path, rank: int, is_shown: bool) -> None:
     """Log to logs/workerlog.<rank>, and to the console where `is_shown`."""
     folder = output_dir / "logs"
-    folder.mkdir(parents=True, exist_ok=True)
-    handlers: list[logging.Handler] = [logging.FileHandler(folder / f"workerlog.{rank}", encoding="utf-8")]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        handlers: list[logging.Handler] = [logging.FileHandler(folder / f"workerlog.{rank}", encoding="utf-8")]
+    except OSError as error:
+        raise LaunchError(
+            f"engine.output_dir = {output_dir} cannot be written to ({error.strerror}); write another folder"
+        ) from error
     if is_shown:
         handlers.append(logging.StreamHandler())
     log.handlers.clear()
@@ -232,6 +238,13 @@ def start_log(output_dir: Path, rank: int, is_shown: bool) -> None:
     for handler in handlers:
         handler.setFormatter(logging.Formatter(LOG_FORMAT))
         log.addHandler(handler)
+
+
+def log_failure(rank: int) -> None:
+    """The traceback of what is being handled, to the log file alone: the launcher shows the first failure of all."""
+    files = [handler for handler in log.handlers if isinstance(handler, logging.FileHandler)]
+    log.handlers[:] = files or [logging.StreamHandler()]
+    log.exception(f"rank {rank} failed")
 
 
 def reopen_metrics(path: Path, first_step: int) -> Any:

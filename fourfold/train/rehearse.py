@@ -1,4 +1,4 @@
-"""A layout built for real on one rank of a cluster that does not exist: PyTorch's fake process group, nothing allocated.
+"""A layout built for real on one rank of a cluster that does not exist: a fake process group, and nothing allocated.
 
 The whole of `parallelize` runs, for any number of ranks, and what it made is held against the cost model's figures.
 """

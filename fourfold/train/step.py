@@ -20,9 +20,11 @@ class StepResult(NamedTuple):
     loss: torch.Tensor
     grad_norm: torch.Tensor
     is_skipped: torch.Tensor
+    stop_votes: torch.Tensor
+    """How many ranks had been asked to stop when this step ended."""
 
 
-def train_step(run: Run, batch: Batch, step: int) -> StepResult:
+def train_step(run: Run, batch: Batch, step: int, is_asked_to_stop: bool = False) -> StepResult:
     """`step` counts from 0; it is the number of steps finished before this one.
 
     The summed loss is weighted by one over the tokens of the whole global batch before backward, so gradients are only
@@ -35,23 +37,28 @@ def train_step(run: Run, batch: Batch, step: int) -> StepResult:
     summed_loss = run.parallel.execution.train(to_device(batch, run.process.device), scale / targets)
     gradients = run.optimizer.gradients()
     run.parallel.finish_gradients(gradients)
-    summed_loss, squared = sum_results(run, summed_loss, run.parallel.counted(gradients))
+    counted = run.parallel.counted(gradients)
+    summed_loss, squared, votes = sum_results(run, summed_loss, counted, is_asked_to_stop)
     norm = squared.sqrt() / scale
     is_skipped = ~torch.isfinite(norm)
     run.optimizer.step(learning_rate(step + 1, optimizer), scale * clip_divisor(norm, optimizer.grad_clip), is_skipped)
     run.loss_scale.update(is_skipped)
-    return StepResult(summed_loss / targets, norm, is_skipped)
+    return StepResult(summed_loss / targets, norm, is_skipped, votes)
 
 
-def sum_results(run: Run, summed_loss: torch.Tensor, counted: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Loss and squared gradient norm over all ranks, in one collective."""
-    mine = torch.zeros(2, device=run.process.device)
+def sum_results(
+    run: Run, summed_loss: torch.Tensor, counted: list[torch.Tensor], is_asked_to_stop: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Loss, squared gradient norm and votes to stop, over all ranks, in one collective."""
+    mine = torch.zeros(3, device=run.process.device)
     if run.parallel.reports_loss:
         mine[0] = summed_loss[0]
     if counted:
         mine[1] = squared_norm(counted)
-    loss, squared = sum_over_all(mine)
-    return loss, squared
+    if is_asked_to_stop:
+        mine[2] = 1.0
+    loss, squared, votes = sum_over_all(mine)
+    return loss, squared, votes
 
 
 def count_targets(run: Run, batch: Batch) -> torch.Tensor:

@@ -23,9 +23,9 @@ def drop_the_tied_gradient_sum() -> None:
 
 
 def clip_each_pipe_stage_by_its_own_norm() -> None:
-    def own_norm(run: Any, summed_loss: torch.Tensor, counted: list[torch.Tensor]) -> Any:
-        loss, _ = honest(run, summed_loss, counted)
-        return loss, step.squared_norm(counted)
+    def own_norm(run: Any, summed_loss: torch.Tensor, counted: list[torch.Tensor], is_asked_to_stop: bool) -> Any:
+        loss, _, votes = honest(run, summed_loss, counted, is_asked_to_stop)
+        return loss, step.squared_norm(counted), votes
 
     honest = step.sum_results
     step.sum_results = own_norm
