@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from rich.console import Console
 
 from fourfold.config.load import load_config
@@ -16,7 +17,7 @@ from fourfold.config.resolve import resolve
 from fourfold.config.schema import Config, Model
 from fourfold.cost.params import parameters
 from fourfold.layout.stages import PipeStage
-from fourfold.mesh.process import join_processes
+from fourfold.mesh.process import Process, join_processes
 from fourfold.model.gpt import GPT
 from fourfold.model.init import initialize_shard
 from fourfold.train.loop import Outcome, train
@@ -108,8 +109,19 @@ def spelled(value: object) -> str | bool:
 
 def run_training(config: Config) -> Outcome:
     """The whole of a run, in this process."""
-    with quiet_log(config), join_processes("cpu", 60.0) as process:
+    with quiet_log(config), alone() as process:
         return train(config, process, Console(file=io.StringIO()))
+
+
+@contextmanager
+def alone() -> Iterator[Process]:
+    """A process group of one, gone afterwards even if something was raised: other tests want theirs."""
+    try:
+        with join_processes("cpu", 60.0) as process:
+            yield process
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
 @contextmanager

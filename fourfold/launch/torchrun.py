@@ -6,6 +6,7 @@ and the rank that failed first is the one that is shown.
 
 import logging
 import os
+import signal
 import sys
 import uuid
 from pathlib import Path
@@ -57,10 +58,15 @@ def launch_local(processes: int, arguments: list[str], log_dir: Path) -> None:
 def _first_failure(error: ChildFailedError, log_dir: Path) -> LaunchError:
     """The rank that failed before the others, in a sentence; the others failed because it was gone."""
     rank, failure = error.get_first_failure()
-    details = failure.error_file_data.get("message", "") if failure.error_file_data else ""
-    what = details["message"] if isinstance(details, dict) else details or f"exit code {failure.exitcode}"
+    details = (failure.error_file_data or {}).get("message")
+    if isinstance(details, dict):
+        what = str(details["message"]).strip()
+    elif failure.exitcode < 0:
+        what = f"it was ended by {signal.Signals(-failure.exitcode).name}"
+    else:
+        what = f"it ended with exit code {failure.exitcode}"
     failed = LaunchError(
-        f"rank {rank} failed first, and the others were stopped: {str(what).strip()}\n"
+        f"rank {rank} failed first, and the others were stopped: {what}\n"
         f"its log, with the traceback, is {log_dir / f'workerlog.{rank}'}"
     )
     failed.exit_code = failure.exitcode if failure.exitcode > 0 else 1

@@ -242,7 +242,7 @@ def start_log(output_dir: Path, rank: int, is_shown: bool) -> None:
 
 def log_failure(rank: int) -> None:
     """The traceback of what is being handled, to the log file alone: the launcher shows the first failure of all."""
-    files = [handler for handler in log.handlers if isinstance(handler, logging.FileHandler)]
+    files: list[logging.Handler] = [handler for handler in log.handlers if isinstance(handler, logging.FileHandler)]
     log.handlers[:] = files or [logging.StreamHandler()]
     log.exception(f"rank {rank} failed")
 

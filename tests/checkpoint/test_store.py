@@ -19,12 +19,12 @@ from fourfold.checkpoint.store import (
     verify_checkpoint,
 )
 from fourfold.errors import CheckpointError
-from fourfold.mesh.process import join_processes
+from tests.tiny import alone
 
 
 @pytest.fixture(autouse=True, scope="module")
 def process_group() -> Iterator[None]:
-    with join_processes("cpu", 60.0):
+    with alone():
         yield
 
 

@@ -9,9 +9,8 @@ from fourfold.errors import CheckpointError
 from fourfold.generate.cache import Cache
 from fourfold.generate.load import load_for_generation
 from fourfold.generate.sample import Sampling, generate_tokens, pick_token
-from fourfold.mesh.process import join_processes
 from fourfold.model.gpt import GPT
-from tests.tiny import built, random_tokens, run_training, tiny_config, tiny_model
+from tests.tiny import alone, built, random_tokens, run_training, tiny_config, tiny_model
 
 MODEL = tiny_model(initializer_range=0.3)  # opinionated enough that tokens differ in probability
 WINDOW = 16
@@ -137,7 +136,7 @@ def test_the_smallest_windows_work(window: int) -> None:
 def test_a_checkpoint_generates_what_its_run_would(tmp_path: Path, keys: dict[str, object]) -> None:
     outcome = run_training(tiny_config(tmp_path, max_steps=2, **keys))
     [path] = complete_checkpoints(tmp_path / "run")
-    with join_processes("cpu", 60.0):
+    with alone():
         gpt, model, tokenizer = load_for_generation(path, torch.device("cpu"))
     assert model == outcome.run.config.model
     assert tokenizer == outcome.run.corpus.tokenizer

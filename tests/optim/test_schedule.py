@@ -14,9 +14,7 @@ SEED = Optimizer(max_lr=1.5e-4, min_lr=1e-5, warmup_rate=0.01, decay_steps=320_0
 
 
 def schedule(style: Style, warmup_rate: float = 0.1, decay_steps: int = 100) -> Optimizer:
-    return Optimizer(
-        max_lr=1e-3, min_lr=1e-4, warmup_rate=warmup_rate, decay_steps=decay_steps, lr_decay_style=style
-    )
+    return Optimizer(max_lr=1e-3, min_lr=1e-4, warmup_rate=warmup_rate, decay_steps=decay_steps, lr_decay_style=style)
 
 
 @pytest.mark.parametrize(

@@ -21,14 +21,15 @@ from tests.tiny import curve, metrics_of, run_training, tiny_config, write_text
 SHORT_TEXT = 1000
 
 
-def stopped_at(config: Config, step: int, monkeypatch: pytest.MonkeyPatch) -> Outcome:
-    """The run, asked to stop during the given step."""
+def stopped_after(config: Config, step: int, monkeypatch: pytest.MonkeyPatch, number: int = signal.SIGINT) -> Outcome:
+    """The run, asked to stop just before the given step, which it finishes."""
     real, taken = loop.train_step, itertools.count(1)
 
     def counted(*args: Any) -> Any:
-        if next(taken) == step:
-            signal.raise_signal(signal.SIGINT)
-        return real(*args)
+        result = real(*args)
+        if next(taken) == step - 1:
+            signal.raise_signal(number)
+        return result
 
     with monkeypatch.context() as patched:
         patched.setattr(loop, "train_step", counted)
@@ -61,7 +62,7 @@ def test_a_resumed_run_goes_on_as_if_it_had_never_stopped(
     whole = run_training(tiny_config(tmp_path, output_dir=tmp_path / "whole", **keys))
     config = tiny_config(tmp_path, output_dir=tmp_path / "parts", **keys)
 
-    first = stopped_at(config, 4, monkeypatch)
+    first = stopped_after(config, 4, monkeypatch)
     assert (first.step, first.exit_code) == (4, 130)
     second = run_training(config)
     assert (second.run.first_step, second.step, second.exit_code) == (4, 8, 0)
@@ -176,15 +177,8 @@ def test_checkpoints_come_every_save_epochs(tmp_path: Path) -> None:
 
 
 def test_sigterm_saves_too_and_says_so_by_its_exit_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = loop.train_step
-
-    def terminated(*args: Any) -> Any:
-        signal.raise_signal(signal.SIGTERM)
-        return real(*args)
-
-    monkeypatch.setattr(loop, "train_step", terminated)
-    outcome = run_training(tiny_config(tmp_path))
-    assert (outcome.step, outcome.exit_code) == (1, 143)
+    outcome = stopped_after(tiny_config(tmp_path), 3, monkeypatch, signal.SIGTERM)
+    assert (outcome.step, outcome.exit_code) == (3, 143)
     assert len(complete_checkpoints(tmp_path / "run")) == 1
 
 

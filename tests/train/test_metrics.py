@@ -92,9 +92,7 @@ def test_logging_every_few_steps_writes_those_the_first_and_the_last(tmp_path: P
 
 
 def test_a_skipped_step_is_warned_of(tmp_path: Path) -> None:
-    outcome = run_training(
-        tiny_config(tmp_path, max_steps=2, use_amp=True, amp_dtype="float16", scale_loss=2.0**40)
-    )
+    outcome = run_training(tiny_config(tmp_path, max_steps=2, use_amp=True, amp_dtype="float16", scale_loss=2.0**40))
     warnings = [line for line in log_lines(outcome) if "[ WARNING]" in line]
     assert len(warnings) == 2
     assert "global step 2 was skipped" in warnings[1] and "(2 skipped so far)" in warnings[1]

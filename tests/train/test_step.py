@@ -7,16 +7,16 @@ from typing import Any
 import pytest
 import torch
 
-from fourfold.mesh.process import Process, join_processes
+from fourfold.mesh.process import Process
 from fourfold.optim.scaler import LossScale
 from fourfold.train.build import Run, build_run
 from fourfold.train.step import StepResult, train_step
-from tests.tiny import curve, metrics_of, run_training, tiny_config
+from tests.tiny import alone, curve, metrics_of, run_training, tiny_config
 
 
 @pytest.fixture
 def process() -> Iterator[Process]:
-    with join_processes("cpu", 60.0) as joined:
+    with alone() as joined:
         yield joined
 
 
