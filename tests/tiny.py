@@ -23,7 +23,7 @@ from fourfold.model.init import initialize_shard
 from fourfold.train.loop import Outcome, train
 from fourfold.train.metrics import METRICS_FILE, log, start_log
 
-WORDS = "the quick brown fox jumps over a lazy dog while seven wizards, vexed, box my gin; why not 42 or 1337?".split()
+TEXT = "the quick brown fox jumps over a lazy dog while seven wizards, vexed, box my gin; why not 42 or 1337?"
 
 
 def tiny_model(**keys: Any) -> Model:
@@ -65,10 +65,11 @@ def gradients(gpt: GPT) -> dict[str, torch.Tensor]:
 def write_text(folder: Path, characters: int = 4000) -> Path:
     """A text with something to learn: words in an order that looks random and never changes."""
     path = folder / "text.txt"
+    known = TEXT.split()
     words, place, length = [], 7, 0
     while length < characters:
         place = (place * 75 + 74) % 65537
-        words.append(WORDS[place % len(WORDS)])
+        words.append(known[place % len(known)])
         length += len(words[-1]) + 1
     path.write_text("\n".join(" ".join(words[i : i + 12]) for i in range(0, len(words), 12)), encoding="utf-8")
     return path

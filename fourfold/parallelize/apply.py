@@ -3,6 +3,7 @@
 What comes out is this rank's pipe stages (one, without a pipe) and the way to run them.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +17,7 @@ from fourfold.cost.params import Parameter, parameters, saved_name, shard_of
 from fourfold.cost.sharding import is_sharded
 from fourfold.layout.layout import Coordinate, Layout
 from fourfold.mesh.mesh import build_mesh
-from fourfold.model.gpt import GPT
+from fourfold.model.gpt import GPT, Block
 from fourfold.model.init import initialize_shard
 from fourfold.parallelize.accumulate import Accumulated
 from fourfold.parallelize.pipeline import Pipelined
@@ -74,8 +75,8 @@ def parallelize(config: Config, layout: Layout, rank: int, device: torch.device,
     parts = cut_stages(config, layout, at)
     for part in parts:
         apply_tensor(part, config.model, mesh["mp"], config.distributed.sequence_parallel, config.data.max_seq_len)
-        apply_recompute(part, config.model)
         apply_compile(part, config, layout)
+        apply_recompute(part, config.model)
         apply_sharding(part, config, layout, mesh)
         materialize(part, config, layout, at, device)
     execution = (
@@ -92,12 +93,25 @@ def cut_stages(config: Config, layout: Layout, at: Coordinate) -> list[GPT]:
         return [GPT(config.model, compute_dtype(config.engine), stage) for stage in stages]
 
 
+# Under mp the compiler cannot trace through recomputation, so what is recomputed is compiled inside of it.
+COMPILED_INSIDE: dict[str, Callable[[Block], list[nn.Module]]] = {
+    "full": lambda block: [block],
+    "full_attn": lambda block: [block.attention, block.feedforward],
+    "core_attn": lambda block: [block.feedforward],
+}
+
+
 def apply_compile(gpt: GPT, config: Config, layout: Layout) -> None:
     """The whole stage as one graph, or, where sharding gathers parameters block by block, each block."""
     if not config.engine.compile:
         return
-    if is_sharded(config, layout):
-        for block in gpt.blocks.values():
+    blocks = [block for block in gpt.blocks.values() if isinstance(block, Block)]
+    if layout.mp > 1 and config.model.use_recompute:
+        for block in blocks:
+            for piece in COMPILED_INSIDE[config.model.recompute_granularity](block):
+                piece.forward = torch.compile(piece.forward, dynamic=False)
+    elif is_sharded(config, layout):
+        for block in blocks:
             block.compile(dynamic=False)
     else:
         gpt.compile(dynamic=False)

@@ -5,6 +5,7 @@ from typing import NamedTuple
 import torch
 
 from fourfold.data.loader import Batch
+from fourfold.layout.layout import Coordinate
 from fourfold.mesh.mesh import sum_over_all
 from fourfold.mesh.process import seed_generators
 from fourfold.model.loss import IGNORED
@@ -31,7 +32,7 @@ def train_step(run: Run, batch: Batch, step: int, is_asked_to_stop: bool = False
     ever summed, and neither the layout nor the micro batch's size nor uneven masks can change the result.
     """
     if run.config.model.attention_probs_dropout_prob > 0.0:
-        seed_generators(key_of(run.config.global_.seed, "attention dropout", step, run.process.rank))
+        seed_generators(attention_dropout_key(run.config.global_.seed, step, run.parallel.at))
     targets = count_targets(run, batch)
     scale, optimizer = run.loss_scale.scale, run.config.optimizer
     summed_loss = run.parallel.execution.train(to_device(batch, run.process.device), scale / targets)
@@ -44,6 +45,11 @@ def train_step(run: Run, batch: Batch, step: int, is_asked_to_stop: bool = False
     run.optimizer.step(learning_rate(step + 1, optimizer), scale * clip_divisor(norm, optimizer.grad_clip), is_skipped)
     run.loss_scale.update(is_skipped)
     return StepResult(summed_loss / targets, norm, is_skipped, votes)
+
+
+def attention_dropout_key(seed: int, step: int, at: Coordinate) -> int:
+    """Different for ranks that hold different heads or layers, the same for replicas of them."""
+    return key_of(seed, "attention dropout", step, at.pp, at.mp)
 
 
 def sum_results(

@@ -46,6 +46,11 @@ def names(folder: Path) -> list[str]:
     return [path.name for path in complete_checkpoints(folder)]
 
 
+def entries(folder: Path) -> list[str]:
+    """Everything that lies beside the checkpoints, hidden or not."""
+    return sorted(path.name for path in (folder / "checkpoints").iterdir())
+
+
 def test_what_is_loaded_is_what_was_saved_bit_for_bit(tmp_path: Path) -> None:
     path = save(tmp_path)
     assert path == checkpoint_path(tmp_path, 4) == tmp_path / "checkpoints" / "step_00000004"
@@ -97,7 +102,7 @@ def test_a_save_that_is_cut_short_leaves_no_checkpoint_and_harms_none(
     found = {name: torch.zeros_like(tensor) for name, tensor in tensors().items()}
     load_tensors(path, found)
     assert torch.equal(found["model.a"], tensors(1)["model.a"])
-    assert sorted(os.listdir(tmp_path / "checkpoints")) == ["step_00000004", "step_00000008"]
+    assert entries(tmp_path) == ["step_00000004", "step_00000008"]
 
 
 def test_everything_is_on_disk_before_the_rename_that_commits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,7 +111,7 @@ def test_everything_is_on_disk_before_the_rename_that_commits(tmp_path: Path, mo
     real_fsync, real_rename = os.fsync, Path.rename
 
     def fsync(descriptor: int) -> None:
-        events.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
+        events.append(Path(f"/proc/self/fd/{descriptor}").readlink().name)
         real_fsync(descriptor)
 
     def rename(source: Path, target: Path) -> Path:
@@ -138,7 +143,7 @@ def test_the_last_checkpoints_are_kept(tmp_path: Path, keep_last: int, kept: lis
     for step in (1, 2, 3, 10):
         save(tmp_path, step, keep_last)
     assert names(tmp_path) == [f"step_{step:08d}" for step in kept]
-    assert sorted(os.listdir(tmp_path / "checkpoints")) == names(tmp_path), "nothing of the others is left"
+    assert entries(tmp_path) == names(tmp_path), "nothing of the others is left"
 
 
 def test_a_removal_cut_short_leaves_no_half_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

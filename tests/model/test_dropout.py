@@ -1,3 +1,5 @@
+from itertools import pairwise
+
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -81,13 +83,10 @@ def test_rows_and_positions_drawn_apart_are_those_drawn_together(
     rows, times = sorted({0, 8, *row_cuts}), sorted({0, 32, *time_cuts})
     parts = [
         torch.cat(
-            [
-                mask(keys_b[first:last], site, begin, end - begin)
-                for begin, end in zip(times[:-1], times[1:], strict=True)
-            ],
+            [mask(keys_b[first:last], site, begin, end - begin) for begin, end in pairwise(times)],
             1,
         )
-        for first, last in zip(rows[:-1], rows[1:], strict=True)
+        for first, last in pairwise(rows)
     ]
     assert torch.equal(torch.cat(parts), whole)
 

@@ -149,7 +149,7 @@ def test_the_count_of_updates_decides_the_correction_of_young_moments() -> None:
 
 def test_a_parameter_without_a_gradient_does_not_pass_unseen() -> None:
     optimizer = optimizer_of()
-    with pytest.raises(AssertionError, match="norm.bias got no gradient"):
+    with pytest.raises(AssertionError, match=r"norm.bias got no gradient"):
         step(optimizer, {name: g for name, g in random_gradients(0, 1.0).items() if name != "norm.bias"}, lr=1e-2)
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fourfold.config.schema import Model
-from fourfold.model.gpt import Block, CoreAttention, GPT
+from fourfold.model.gpt import GPT, Block, CoreAttention
 from fourfold.parallelize.recompute import GRANULARITIES, apply_recompute
 from tests.tiny import built, gradients, random_tokens, tiny_model
 

@@ -171,6 +171,14 @@ def _cases() -> list[Case]:
         "sd8-stage3-offload": layout(sd=8, stage=3) | {"sharding_offload": True},
     }.items():
         add(name, keys, is_slow=True)
+    compiled = {"compile": True}
+    add("sd2-stage3-compiled", layout(sd=2, stage=3), compiled, is_slow=True)
+    add("mp2-sp-compiled", layout(mp=2), SP, compiled, is_slow=True)
+    add("pp2-compiled", layout(pp=2), compiled, is_slow=True)
+    add("pp2-interleaved-compiled", layout(pp=2), TWICE, compiled, is_slow=True)
+    for granularity in ("full", "full_attn", "core_attn"):
+        part = RECOMPUTE | {"recompute_granularity": granularity}
+        add(f"mp2-compiled-recompute-{granularity}", layout(mp=2), part, compiled, is_slow=True)
     add("pp4-vpp2-mp2-dp2", layout(pp=4, mp=2, dp=2), TWICE, EIGHT_LAYERS, is_slow=True)
     return cases
 

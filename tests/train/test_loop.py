@@ -225,7 +225,7 @@ def test_every_difference_from_the_checkpoints_model_is_named_at_once(tmp_path: 
 
 def test_a_text_with_another_vocabulary_is_refused(tmp_path: Path, trained: Path) -> None:
     (tmp_path / "text.txt").write_text((trained.parent / "text.txt").read_text() + "éß" * 20)
-    with pytest.raises(DataError, match="different characters, not the .* of the checkpoint's tokenizer: new are"):
+    with pytest.raises(DataError, match=r"different characters, not the .* of the checkpoint's tokenizer: new are"):
         run_training(tiny_config(tmp_path, output_dir=trained))
 
 
