@@ -10,8 +10,13 @@ import typer
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from fourfold import __version__
+from fourfold.commands.bench import bench_command
+from fourfold.commands.checkpoint import checkpoint_app
+from fourfold.commands.data import data_app
 from fourfold.commands.generate import generate_command
 from fourfold.commands.options import FREE_FORM
+from fourfold.commands.prepare import prepare_command
+from fourfold.commands.tokenizer import tokenizer_app
 from fourfold.commands.train import train_command
 from fourfold.commands.verify import trials_command, verify_command
 from fourfold.errors import FourfoldError
@@ -22,6 +27,11 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode=N
 app.command("train", context_settings=FREE_FORM, add_help_option=False)(train_command)
 app.command("verify", context_settings=FREE_FORM, add_help_option=False)(verify_command)
 app.command("generate")(generate_command)
+app.command("prepare")(prepare_command)
+app.add_typer(tokenizer_app, name="tokenizer")
+app.add_typer(data_app, name="data")
+app.command("bench", context_settings=FREE_FORM, add_help_option=False)(bench_command)
+app.add_typer(checkpoint_app, name="checkpoint")
 app.command("trials", hidden=True)(trials_command)
 
 

@@ -1,6 +1,5 @@
 """What every test takes for granted. Runs before anything imports torch, in this process and in those it starts."""
 
-import logging
 import os
 
 from hypothesis import settings
@@ -17,6 +16,3 @@ for name in list(os.environ):
 # A busy machine is not a failed property.
 settings.register_profile("fourfold", deadline=None)
 settings.load_profile("fourfold")
-
-# Saving a checkpoint says a thousand words that nobody asked for; a failed test would show them all.
-logging.getLogger("c10d-NullHandler-dcp_logger").disabled = True

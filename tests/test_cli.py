@@ -226,6 +226,14 @@ def test_generate_continues_the_prompt(interrupted: tuple[Path, subprocess.Compl
     assert done.stdout.startswith("the ") and len(done.stdout) == len("the ") + 20 + len("\n")
 
 
+def test_a_run_with_nothing_left_to_do_says_where_it_stands(folder: Path) -> None:
+    """Even where it goes on from another run's checkpoint and has none of its own."""
+    steps = ["--max_steps", "1", "--eval_iters", "0"]
+    done = run_here(["train", "tiny.yaml", "--resume", "trained", "--output_dir", "other", *steps], folder)
+    assert done.returncode == 0, done.stderr
+    assert "1 steps done." in done.stdout and "The model writes:" in done.stdout
+
+
 def test_a_killed_run_goes_on_from_its_last_finished_checkpoint(tmp_path: Path) -> None:
     """It saves at every step, so that it is likely in the middle of saving when it is killed."""
     write_text(tmp_path)
@@ -240,7 +248,7 @@ def test_a_killed_run_goes_on_from_its_last_finished_checkpoint(tmp_path: Path) 
 
     newest = complete_checkpoints(tmp_path / "run")[-1]
     step = json.loads((newest / "progress.json").read_text())["step"]
-    assert step >= 5, "a finished checkpoint was lost"
+    assert step >= 4, "a finished checkpoint was lost: that of step 4 is complete before that of step 5 is begun"
     # from there four steps more, and the same steps once more without a pause
     for name in ("run", "whole"):
         changes = {"max_steps": step + 4, "save_steps": 0, "output_dir": tmp_path / name}

@@ -1,1 +1,1 @@
-"""Everything needed to go on, on disk: what is saved, and how it is committed."""
+"""Everything needed to go on, on disk: what is saved, how it is committed, and how it is found again."""

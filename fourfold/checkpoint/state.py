@@ -5,10 +5,12 @@ The data order and hidden dropout are functions of (seed, step), so neither a lo
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
-from fourfold.cost.params import saved_name
+from fourfold.cost.params import saved_name, shard_of
+from fourfold.layout.layout import Coordinate, Layout
 from fourfold.optim.adamw import AdamW, local_tensor
 from fourfold.optim.scaler import LossScale
 from fourfold.parallelize.apply import ParallelModel
@@ -26,23 +28,53 @@ class Progress:
     loss_scale: dict[str, float]
     corpus: str
     """A fingerprint of the tokens, to tell that a text has changed."""
+    eval_loss: float | None = None
+    """The evaluation of these very weights, if there was one."""
 
 
-def tensors_of(parallel: ParallelModel, optimizer: AdamW) -> dict[str, torch.Tensor]:
-    """The tensors themselves, by names that do not depend on the layout: reading into them restores them."""
-    tensors: dict[str, torch.Tensor] = {}
-    groups = {"model": {name: parameter.detach() for name, parameter in parallel.named_parameters().items()}}
-    groups |= {f"optimizer.{moment}": named for moment, named in optimizer.moments().items()}
-    for group, named in groups.items():
-        for name, tensor in named.items():
+class Piece(NamedTuple):
+    """The block of a named tensor that lies on this rank."""
+
+    tensor: torch.Tensor
+    """The memory itself: reading into it restores it."""
+    shape: tuple[int, ...]
+    """Of the whole tensor, which no layout changes."""
+    offsets: tuple[int, ...]
+    """Where in the whole this block begins."""
+    is_written_here: bool
+    """Of the ranks that hold the same block, one writes it."""
+
+
+def whole_piece(tensor: torch.Tensor) -> Piece:
+    return Piece(tensor, tuple(tensor.shape), (0,) * tensor.dim(), True)
+
+
+def pieces_of(parallel: ParallelModel, optimizer: AdamW | None) -> dict[str, Piece]:
+    """By names that do not depend on the layout. Weights alone where no optimizer is given."""
+    model, layout, at = parallel.config.model, parallel.layout, parallel.at
+    groups: dict[str, Mapping[str, torch.Tensor]] = {"model": parallel.named_parameters()}
+    if optimizer:
+        groups |= {f"optimizer.{moment}": named for moment, named in optimizer.moments().items()}
+    pieces: dict[str, Piece] = {}
+    for number, parameter in enumerate(parallel.table()):
+        saved = saved_name(parameter.name, model)
+        is_mine = saved == parameter.name and is_writer(number, parameter.mp_dim is None, layout, at)
+        offsets = shard_of(parameter, layout, at).offsets
+        for group, named in groups.items():
+            local = local_tensor(named[parameter.name].detach())
             # where the embedding and its tied copy are both here, the first one stands for both
-            tensors.setdefault(f"{group}.{saved_name(name, parallel.config.model)}", tensor)
-    return tensors
+            pieces.setdefault(f"{group}.{saved}", Piece(local, parameter.shape, offsets, is_mine))
+    return pieces
+
+
+def is_writer(number: int, is_whole_on_mp: bool, layout: Layout, at: Coordinate) -> bool:
+    """Replicas hold the same bytes; they take turns by the parameter's number, so that each writes a share."""
+    return at.dp == number % layout.dp and (not is_whole_on_mp or at.mp == number % layout.mp)
 
 
 @torch.no_grad()
 def copy_tied(parallel: ParallelModel, optimizer: AdamW) -> None:
-    """After reading: the tied copy that `tensors_of` left out, if this rank has both."""
+    """After reading: the tied copy that `pieces_of` left out, if this rank has both."""
     if not is_split(parallel.config.model, parallel.layout):
         return
     groups: list[Mapping[str, torch.Tensor]] = [parallel.named_parameters(), *optimizer.moments().values()]
@@ -51,8 +83,10 @@ def copy_tied(parallel: ParallelModel, optimizer: AdamW) -> None:
             local_tensor(named[HEAD]).copy_(local_tensor(named[EMBEDDING]))
 
 
-def progress_of(step: int, optimizer: AdamW, loss_scale: LossScale, corpus: str) -> Progress:
-    return Progress(step, optimizer.updates, loss_scale.state(), corpus)
+def progress_of(
+    step: int, optimizer: AdamW, loss_scale: LossScale, corpus: str, eval_loss: float | None = None
+) -> Progress:
+    return Progress(step, optimizer.updates, loss_scale.state(), corpus, eval_loss)
 
 
 def restore_progress(progress: Progress, optimizer: AdamW, loss_scale: LossScale) -> None:

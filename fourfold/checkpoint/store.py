@@ -1,184 +1,231 @@
-"""Checkpoints on disk: `checkpoints/step_00000100/` with tensors (DCP), config, tokenizer, progress and a manifest.
+"""Checkpoints in an output folder: `checkpoints/step_00000100/` with tensors, config, tokenizer, progress and manifest.
 
-A checkpoint is written under a temporary name, every file is flushed, the manifest with sizes and checksums comes
-last, and a rename commits. A directory without its manifest does not exist for anyone, and a complete one is never
-written to.
+On a local disk a checkpoint is written under a temporary name, every file is flushed, the manifest comes last, and a
+rename commits. On a remote store, where nothing can be renamed at once, the manifest is the commit. Either way a folder
+without its manifest does not exist for anyone, and a complete one is never written to. Nothing here is collective.
 """
 
 import json
-import os
-import shutil
-import warnings
-import zlib
+import re
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict, fields
-from pathlib import Path
-from typing import Any
 
-import torch
-import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.api import CheckpointException
-
-from fourfold.checkpoint.state import Progress
+from fourfold.checkpoint.manifest import (
+    MANIFEST,
+    Manifest,
+    read_listed,
+    read_manifest,
+    render_manifest,
+    verify_files,
+)
+from fourfold.checkpoint.paths import (
+    AnyPath,
+    FileEntry,
+    is_local,
+    locate,
+    remove_folder,
+    sync_folder,
+    write_file,
+)
+from fourfold.checkpoint.state import Piece, Progress
+from fourfold.checkpoint.tensors import Index, merge_indexes, read_pieces, write_pieces
 from fourfold.errors import CheckpointError
 
-FORMAT = 1
-MANIFEST = "manifest.json"
+CHECKPOINTS = "checkpoints"
 TENSORS = "tensors"
+INDEX = f"{TENSORS}/index.json"
 PROGRESS = "progress.json"
+STEP = re.compile(r"step_(\d{8,})")
+WRITING = ".writing"
+DAMAGED = ".damaged"
 
 
-def checkpoint_path(output_dir: Path, step: int) -> Path:
-    return output_dir / "checkpoints" / f"step_{step:08d}"
+def checkpoint_path(output_dir: AnyPath, step: int) -> AnyPath:
+    return output_dir / CHECKPOINTS / f"step_{step:08d}"
 
 
-def save_checkpoint(
-    output_dir: Path, tensors: dict[str, torch.Tensor], progress: Progress, texts: dict[str, str], keep_last: int
-) -> Path:
-    """Write and commit; all ranks call it together. `texts` are small files that go beside the tensors, by name."""
-    path = checkpoint_path(output_dir, progress.step)
-    if (path / MANIFEST).exists():
-        return path
-    temporary = path.with_name(f".{path.name}.writing")
-    is_first = dist.get_rank() == 0
-    if is_first:
-        shutil.rmtree(temporary, ignore_errors=True)
-        shutil.rmtree(path, ignore_errors=True)  # has no manifest, so it is nobody's checkpoint
-        temporary.mkdir(parents=True)
-    dist.barrier()
-    dcp.save(tensors, storage_writer=dcp.FileSystemWriter(temporary / TENSORS, sync_files=True))
-    if is_first:
-        for name, text in {**texts, PROGRESS: json.dumps(asdict(progress), indent=1)}.items():
-            _write_synced(temporary / name, text)
-        _commit(temporary, path, progress.step)
-        _remove_old(path.parent, keep_last)
-    dist.barrier()
+def step_of(path: AnyPath) -> int:
+    found = STEP.fullmatch(path.name)
+    assert found
+    return int(found[1])
+
+
+# --- writing -------------------------------------------------------------------------------------------------------
+
+
+def begin_checkpoint(output_dir: AnyPath, step: int) -> AnyPath:
+    """An empty folder to write into, which is no checkpoint yet."""
+    folder = writing_path(output_dir, step)
+    remove_folder(folder)
+    (folder / TENSORS).mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def writing_path(output_dir: AnyPath, step: int) -> AnyPath:
+    """Where `begin_checkpoint` has everybody write."""
+    path = checkpoint_path(output_dir, step)
+    return path.with_name(f".{path.name}{WRITING}") if is_local(path) else path
+
+
+Written = tuple[str, FileEntry, Index]
+"""A tensor file: its name in the checkpoint, what the manifest says of it, and its part of the index."""
+
+
+def write_share(folder: AnyPath, rank: int, pieces: dict[str, Piece]) -> Written | None:
+    """One rank's blocks, which lie in host memory; None if it has nothing to write."""
+    if not pieces:
+        return None
+    name = f"{TENSORS}/rank_{rank:05d}.safetensors"
+    return name, *write_pieces(folder / name, pieces)
+
+
+def commit_checkpoint(
+    output_dir: AnyPath, progress: Progress, texts: dict[str, str], shares: list[Written | None]
+) -> AnyPath:
+    """The small files, the index, the manifest, and the moment in which all of it becomes a checkpoint."""
+    path, folder = checkpoint_path(output_dir, progress.step), writing_path(output_dir, progress.step)
+    written = [share for share in shares if share]
+    files = {name: entry for name, entry, _ in written}
+    index = merge_indexes([index for _, _, index in written])
+    small = {**texts, PROGRESS: json.dumps(asdict(progress), indent=1), INDEX: json.dumps(index, indent=0)}
+    for name, text in small.items():
+        files[name] = write_file(folder / name, [text.encode()])
+    write_file(folder / MANIFEST, [render_manifest(progress.step, files)])
+    for each in (folder / TENSORS, folder):
+        sync_folder(each)
+    if folder != path:
+        remove_folder(path)  # has no manifest, so it is nobody's checkpoint
+        folder.rename(path)  # type: ignore[arg-type]
+        sync_folder(path.parent)
     return path
 
 
-def _commit(temporary: Path, path: Path, step: int) -> None:
-    files = {
-        str(file.relative_to(temporary)): {"bytes": file.stat().st_size, "crc32": _checksum(file)}
-        for file in sorted(temporary.rglob("*"))
-        if file.is_file()
-    }
-    manifest = {"format": FORMAT, "step": step, "files": files}
-    _write_synced(temporary / MANIFEST, json.dumps(manifest, indent=1))
-    for folder in (temporary / TENSORS, temporary):
-        _sync_folder(folder)
-    temporary.rename(path)
-    _sync_folder(path.parent)
+def is_complete(path: AnyPath) -> bool:
+    return (path / MANIFEST).exists()
 
 
-def _remove_old(folder: Path, keep_last: int) -> None:
-    if keep_last:
-        for old in complete_checkpoints(folder.parent)[:-keep_last]:
+def remove_old(output_dir: AnyPath, keep_last: int, keep_best: bool) -> None:
+    """All but the last few and, if wished, the one with the lowest evaluation loss."""
+    found = complete_checkpoints(output_dir)
+    kept = found[-keep_last:] if keep_last else found
+    if keep_best and (best := best_checkpoint(found)):
+        kept = [*kept, best]
+    for old in found:
+        if old not in kept:
             (old / MANIFEST).unlink()  # first: half a removal must not look like a checkpoint
-            shutil.rmtree(old, ignore_errors=True)
+            remove_folder(old)
 
 
-def complete_checkpoints(output_dir: Path) -> list[Path]:
-    """Oldest first."""
-    return sorted(manifest.parent for manifest in (output_dir / "checkpoints").glob(f"step_*/{MANIFEST}"))
+def best_checkpoint(paths: list[AnyPath]) -> AnyPath | None:
+    """The first with the lowest evaluation loss; None if none was evaluated."""
+    losses = {}
+    for path in paths:
+        try:
+            losses[path] = load_progress(read_manifest(path)).eval_loss
+        except CheckpointError:  # whoever loads it is told; it is not the best
+            continue
+    known = {path: loss for path, loss in losses.items() if loss is not None}
+    return min(known, key=lambda path: known[path]) if known else None
 
 
-def newest_checkpoint(folder: Path) -> Path | None:
+def remove_leftovers(output_dir: AnyPath) -> None:
+    """What killed runs had begun to write."""
+    for path in _entries(output_dir / CHECKPOINTS):
+        is_step = STEP.fullmatch(path.name) is not None
+        if path.name.endswith(WRITING) or (is_step and not is_local(path) and not is_complete(path)):
+            remove_folder(path)
+
+
+def remove_unfinished(output_dir: AnyPath, step: int) -> None:
+    """What a failed save has written: on a full disk it is in the way."""
+    folder = writing_path(output_dir, step)
+    if not is_local(folder) and is_complete(folder):
+        return
+    with suppress(OSError):
+        remove_folder(folder)
+
+
+def set_aside(path: AnyPath) -> AnyPath:
+    """Make a damaged checkpoint stop being one, without losing what is left of it; where it is now."""
+    if not is_local(path):
+        target = path / f"{MANIFEST}{DAMAGED}"
+        target.write_bytes((path / MANIFEST).read_bytes())
+        (path / MANIFEST).unlink()
+        return target
+    number = 1
+    while (target := path.with_name(f"{path.name}{DAMAGED}{number}")).exists():
+        number += 1
+    path.rename(target)  # type: ignore[arg-type]
+    return target
+
+
+# --- finding and reading -------------------------------------------------------------------------------------------
+
+
+def _entries(folder: AnyPath) -> Iterator[AnyPath]:
+    if folder.is_dir():
+        yield from folder.iterdir()
+
+
+def complete_checkpoints(output_dir: AnyPath) -> list[AnyPath]:
+    """Oldest first, by step; no clock is asked."""
+    found = [path for path in _entries(output_dir / CHECKPOINTS) if STEP.fullmatch(path.name) and is_complete(path)]
+    return sorted(found, key=step_of)
+
+
+def newest_checkpoint(folder: AnyPath) -> AnyPath | None:
     """The folder itself if it is a checkpoint, or the newest one of the run whose output folder it is."""
-    if (folder / MANIFEST).exists():
+    if is_complete(folder):
         return folder
     found = complete_checkpoints(folder)
     return found[-1] if found else None
 
 
-def find_checkpoint(output_dir: Path, resume: str) -> Path | None:
-    """The checkpoint that `engine.resume` means, if there is one."""
-    if resume == "never":
-        return None
-    if resume == "auto":
-        return newest_checkpoint(output_dir)
-    path = newest_checkpoint(Path(resume))
+def named_checkpoint(key: str, address: str) -> AnyPath:
+    """The checkpoint that a key of the config names; there is no other in its place."""
+    path = newest_checkpoint(locate(address))
     if path is None:
         raise CheckpointError(
-            f"engine.resume = {resume} is not a checkpoint: it has no {MANIFEST}; name a folder like "
-            "output/checkpoints/step_00000100, or write auto or never"
+            f"{key} = {address} is not a checkpoint: it has no {MANIFEST}; name a folder like "
+            "output/checkpoints/step_00000100, or a run's output_dir"
         )
     return path
 
 
-def verify_checkpoint(path: Path) -> None:
-    """Every file that the manifest lists is there, whole and unchanged."""
-    manifest = _read_json(path / MANIFEST, ["format", "files"])
-    if manifest["format"] > FORMAT:
-        raise CheckpointError(
-            f"{path} is in checkpoint format {manifest['format']}, and this version of fourfold reads up to {FORMAT}; "
-            "use a newer version of fourfold"
-        )
-    for name, entry in manifest["files"].items():
-        file = path / name
-        if not file.exists():
-            raise CheckpointError(f"{file} is missing from its checkpoint; resume from another one")
-        if file.stat().st_size != entry["bytes"]:
-            raise CheckpointError(
-                f"{file} has {file.stat().st_size} bytes, and its manifest says {entry['bytes']}; the file was cut or "
-                "changed, so resume from another checkpoint"
-            )
-        if _checksum(file) != entry["crc32"]:
-            raise CheckpointError(
-                f"{file} does not match its checksum; it is damaged, so resume from another checkpoint"
-            )
+def verify_checkpoint(path: AnyPath) -> Manifest:
+    """Every file that the manifest lists is there, whole and unchanged, and there is no other."""
+    manifest = read_manifest(path)
+    verify_files(manifest)
+    return manifest
 
 
-def read_text_file(path: Path, name: str) -> str:
-    return _read(path / name)
-
-
-def load_progress(path: Path) -> Progress:
-    return Progress(**_read_json(path / PROGRESS, [field.name for field in fields(Progress)]))
-
-
-def load_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
-    """Read into the given tensors, whatever layout wrote the checkpoint."""
+def read_text(manifest: Manifest, name: str) -> str:
     try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # generation reads alone and means to
-            dcp.load(dict(tensors), storage_reader=dcp.FileSystemReader(path / TENSORS))
-    except CheckpointException as error:  # a BaseException, which nothing else would catch
-        raise CheckpointError(f"{path} cannot be read into this model: {error}") from error
+        return read_listed(manifest, name).decode()
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"{manifest.path / name} is not text; resume from another checkpoint") from error
 
 
-def _read(file: Path) -> str:
+def load_progress(manifest: Manifest) -> Progress:
     try:
-        return file.read_text(encoding="utf-8")
-    except OSError as error:
-        raise CheckpointError(f"{file} cannot be read: {error.strerror}") from error
+        values = json.loads(read_text(manifest, PROGRESS))
+        return Progress(**{field.name: values[field.name] for field in fields(Progress)})
+    except (ValueError, TypeError, KeyError) as error:
+        raise CheckpointError(f"{manifest.path / PROGRESS} is not what this version of fourfold writes") from error
 
 
-def _read_json(file: Path, keys: list[str]) -> dict[str, Any]:
+def load_index(manifest: Manifest) -> Index:
     try:
-        values = json.loads(_read(file))
-        return {key: values[key] for key in keys}
-    except (ValueError, TypeError, KeyError) as error:  # not JSON, not even UTF-8, or not an object with these keys
-        raise CheckpointError(f"{file} is damaged; resume from another checkpoint") from error
+        index: Index = json.loads(read_text(manifest, INDEX))
+        files = {f"{TENSORS}/{piece['file']}" for entry in index.values() for piece in entry["pieces"]}
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise CheckpointError(f"{manifest.path / INDEX} is not what this version of fourfold writes") from error
+    if not files <= manifest.files.keys():
+        raise CheckpointError(f"{manifest.path / INDEX} names files that its manifest does not list")
+    return index
 
 
-def _checksum(file: Path) -> int:
-    checksum = 0
-    with file.open("rb") as stream:
-        while block := stream.read(2**24):
-            checksum = zlib.crc32(block, checksum)
-    return checksum
-
-
-def _write_synced(file: Path, text: str) -> None:
-    with file.open("w", encoding="utf-8") as stream:
-        stream.write(text)
-        stream.flush()
-        os.fsync(stream.fileno())
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def load_pieces(manifest: Manifest, pieces: dict[str, Piece]) -> None:
+    """Read into the given blocks, whatever layout wrote the checkpoint."""
+    read_pieces(manifest.path / TENSORS, load_index(manifest), pieces)

@@ -1,12 +1,13 @@
 """`fourfold generate`: text from a trained model."""
 
-from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
+from fourfold.checkpoint.paths import locate
 from fourfold.checkpoint.store import newest_checkpoint
 from fourfold.commands.options import option
+from fourfold.data.tokenizer import decode_stream
 from fourfold.errors import CheckpointError, ConfigError
 from fourfold.generate.load import load_for_generation
 from fourfold.generate.sample import Sampling, generate_tokens
@@ -28,7 +29,7 @@ def generate_command(
     debug: Annotated[bool, option("debug", "Show tracebacks.")] = False,
 ) -> None:
     """Continue a text with a trained model."""
-    path = newest_checkpoint(Path(source))
+    path = newest_checkpoint(locate(source))
     if path is None:
         raise CheckpointError(f"{source} holds no checkpoint; name a run's output_dir, or one checkpoint in it")
     if prompt == "":
@@ -38,6 +39,6 @@ def generate_command(
     text = tokenizer.decode([0]) if prompt is None else prompt
     tokens = tokenizer.encode(text).tolist()
     print(text, end="", flush=True)
-    for token in generate_tokens(gpt, model, tokens, sampling, tokenizer.vocab_size):
-        print(tokenizer.decode([token]), end="", flush=True)
+    for piece in decode_stream(tokenizer, generate_tokens(gpt, model, tokens, sampling, tokenizer.vocab_size)):
+        print(piece, end="", flush=True)
     print()

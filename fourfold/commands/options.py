@@ -1,5 +1,6 @@
 """What commands share: the console, and reading flags, among them every key of the schema."""
 
+import sys
 from typing import Any
 
 import typer
@@ -13,7 +14,8 @@ from fourfold.config.schema import Config
 from fourfold.errors import ConfigError
 from fourfold.mesh.process import has_gpu, world_size_from_environment
 
-screen = Console(highlight=False)
+# a pipe has no width of its own, and 80 columns would cut tables
+screen = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
 
 # A command whose flags are the keys of the schema reads its arguments itself.
 FREE_FORM = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}

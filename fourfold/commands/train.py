@@ -1,10 +1,9 @@
 """`fourfold train`: in this process, as one of several, or, where several are needed, by starting them."""
 
-from pathlib import Path
-
 import typer
 from rich.table import Table
 
+from fourfold.checkpoint.paths import local_folder, locate
 from fourfold.checkpoint.store import checkpoint_path
 from fourfold.commands.options import prepare_config, screen, take_options
 from fourfold.config.keys import describe_keys
@@ -15,7 +14,7 @@ from fourfold.generate.load import load_for_generation
 from fourfold.generate.sample import Sampling, generate_tokens
 from fourfold.launch.torchrun import launch_local
 from fourfold.layout.stages import PipeStage
-from fourfold.mesh.process import count_cores, is_worker, join_processes
+from fourfold.mesh.process import count_cores, is_worker, join_processes, wait_for_all
 from fourfold.train.loop import Outcome, train
 from fourfold.train.metrics import start_log
 from fourfold.train.rehearse import count_built, forecast
@@ -36,7 +35,7 @@ def train_command(context: typer.Context) -> None:
         rehearse(config, world_size)
     elif world_size > 1 and not is_worker():
         warn_about_cores(config, world_size)
-        launch_local(world_size, ["train", *arguments], Path(config.engine.output_dir) / "logs")
+        launch_local(world_size, ["train", *arguments], local_folder(config.engine.output_dir) / "logs")
     else:
         raise typer.Exit(work(config))
 
@@ -44,10 +43,11 @@ def train_command(context: typer.Context) -> None:
 def work(config: Config) -> int:
     """Be the only process of a run, or one of several."""
     with join_processes(config.global_.device, GROUP_TIMEOUT_S) as process:
-        start_log(Path(config.engine.output_dir), process.rank, process.is_first and not screen.is_terminal)
+        start_log(local_folder(config.engine.output_dir), process.rank, process.is_first and not screen.is_terminal)
         outcome = train(config, process, screen)
-    if process.is_first:
-        conclude(outcome)
+        if process.is_first:
+            conclude(outcome)
+        wait_for_all()  # whoever leaves first with an exit code ends the others
     return outcome.exit_code
 
 
@@ -98,7 +98,7 @@ def conclude(outcome: Outcome) -> None:
     loss = "" if outcome.eval_loss is None else f", validation loss {outcome.eval_loss:.4f} nats per token"
     screen.print(f"\n{outcome.step:,} steps done{loss}.", style="bold")
     for what, where in (
-        ("checkpoints", folder / "checkpoints"),
+        ("checkpoints", locate(run.config.engine.output_dir) / "checkpoints"),
         ("metrics", folder / "metrics.jsonl"),
         ("curves", f"tensorboard --logdir {folder / 'tensorboard'}"),
         ("config", folder / "config.yaml"),
@@ -110,8 +110,10 @@ def conclude(outcome: Outcome) -> None:
 def write_sample(outcome: Outcome) -> str:
     """From the checkpoint just saved, as anybody would: the layout that trained it does not matter."""
     run = outcome.run
-    gpt, model, tokenizer = load_for_generation(checkpoint_path(run.output_dir, outcome.step), run.process.device)
-    prompt, sampling = [int(run.corpus.tokens[0])], Sampling(max_new_tokens=300, temperature=0.8)
+    had_nothing_to_do = outcome.step == run.first_step and run.resumed_from
+    path = had_nothing_to_do or checkpoint_path(locate(run.config.engine.output_dir), outcome.step)
+    gpt, model, tokenizer = load_for_generation(path, run.process.device)
+    prompt, sampling = [run.corpus.first_token], Sampling(max_new_tokens=300, temperature=0.8)
     return tokenizer.decode(list(generate_tokens(gpt, model, prompt, sampling, tokenizer.vocab_size)))
 
 

@@ -92,6 +92,7 @@ def _choice_words(alternatives: list[dict[str, Any]]) -> str:
         "number": "a number",
         "string": "text",
         "array": "three numbers such as 949,50,1",
+        "object": "paths and weights such as {a: 0.7, b: 0.3}",
     }
     kinds = [open_ended[_type_of(each)] + _range_words(each) for each in alternatives if _type_of(each) in open_ended]
     fixed = [str(each["const"]) for each in alternatives if "const" in each]

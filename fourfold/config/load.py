@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import fsspec  # type: ignore[import-untyped]
 from pydantic import ValidationError
 
 from fourfold.config.flags import SHARDING_SWITCH, Override
@@ -18,6 +19,19 @@ from fourfold.config.schema import Config
 from fourfold.config.words import any_of, shown
 from fourfold.config.yaml_text import dump_yaml, parse_scalar, parse_yaml
 from fourfold.errors import ConfigError
+
+CONFIG_FILE = "config.yaml"
+
+# What must be equal for a checkpoint's tensors to mean the same in another run.
+SHAPE_KEYS = (
+    "hidden_size",
+    "num_layers",
+    "num_attention_heads",
+    "ffn_hidden_size",
+    "vocab_size",
+    "max_position_embeddings",
+    "tie_word_embeddings",
+)
 
 Given = dict[str, object]
 """What the user wrote, by leaf key; leaf keys are unique, so sections are not needed to tell them apart."""
@@ -34,6 +48,15 @@ def load_config(path: str | Path | None, overrides: Sequence[Override] = ()) -> 
     given = _with_preset(given, problems)
     config = _build(given, problems)
     problems += _sharding_switch_problems(switch, config)
+    if problems or config is None:
+        raise ConfigError(problems)
+    return config
+
+
+def load_config_text(text: str, source: str) -> Config:
+    """The config that a run has left behind, as text; `source` is where it lay."""
+    problems: list[str] = []
+    config = _build(_read_document(text, source, problems), problems)
     if problems or config is None:
         raise ConfigError(problems)
     return config
@@ -56,7 +79,11 @@ def _read_file(path: Path, problems: list[str]) -> Given:
     except UnicodeDecodeError:
         problems.append(f"the config file {path} is not UTF-8 text; give a YAML file")
         return {}
-    document, syntax_problems = parse_yaml(text, str(path))
+    return _read_document(text, str(path), problems)
+
+
+def _read_document(text: str, path: str, problems: list[str]) -> Given:
+    document, syntax_problems = parse_yaml(text, path)
     problems += syntax_problems
     given: Given = {}
     if isinstance(document, dict):
@@ -123,6 +150,9 @@ def _read_overrides(overrides: Sequence[Override], problems: list[str]) -> Given
             problems.append(f"{name} is in the wrong section; write {leaf.name} or --{key}")
         elif value == "" or (value is True and not leaf.is_boolean):
             problems.append(f"{written} is not followed by a value; it takes {leaf.choices}")
+        elif isinstance(value, str) and "object" in leaf.types and value.startswith("{"):
+            given[key], found = parse_yaml(value, written)
+            problems += found
         else:
             given[key] = _typed(leaf, value)
     return given
@@ -136,20 +166,38 @@ def _typed(leaf: Leaf, value: str | bool) -> object:
 
 
 def _with_preset(given: Given, problems: list[str]) -> Given:
-    """The model keys of the named preset, under what was given beside it."""
+    """The model keys of the named preset or checkpoint, under what was given beside it."""
     name = given.get("model_name_or_path")
     if not isinstance(name, str):
         return given
     preset = find_preset(name)
     if preset is not None:
         return {**preset, **given}
-    presets = any_of(PRESETS)
-    if Path(name).exists():
-        what = f"is a path, and starting from a checkpoint's weights is not supported yet; use a preset: {presets}"
-    else:
-        what = f"is not a preset; it can be {presets}"
-    problems.append(f"model.model_name_or_path = {shown(name)} {what}")
-    return given
+    if given.keys() >= set(SHAPE_KEYS):  # a config that a run has left behind: it needs nobody to tell it the shape
+        return given
+    try:
+        content = _read_beside(name)
+    except (OSError, ValueError, ImportError):  # not there, not a kind of address that fsspec knows
+        presets = any_of(PRESETS)
+        problems.append(
+            f"model.model_name_or_path = {shown(name)} is neither a preset nor a checkpoint; it can be {presets}, a "
+            "checkpoint such as output/checkpoints/step_00000100, or the output_dir of a run"
+        )
+        return given
+    saved = load_config_text(content, f"{name}/{CONFIG_FILE}").model.model_dump()
+    for key in SHAPE_KEYS:
+        if given.get(key, "auto") not in ("auto", saved[key]):
+            problems.append(
+                f"model.{key} = {shown(given[key])} differs from {saved[key]} in the checkpoint that "
+                f"model.model_name_or_path = {name} names; leave {key} out"
+            )
+    return {**given, **{key: saved[key] for key in SHAPE_KEYS}}
+
+
+def _read_beside(folder: str) -> str:
+    """The config that lies in a checkpoint or in a run's output folder, here or at an fsspec address."""
+    with fsspec.open(f"{folder}/{CONFIG_FILE}", "rb") as stream:
+        return str(stream.read().decode("utf-8"))
 
 
 def _build(given: Given, problems: list[str]) -> Config | None:

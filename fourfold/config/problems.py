@@ -49,7 +49,7 @@ def _world_size(layout: Layout, world_size: int) -> Iterator[str]:
 
 def _input(config: Config, layout: Layout) -> Iterator[str]:
     if config.data.input_dir is None:
-        yield "data.input_dir is missing; give a text file, a folder of text files, or builtin:pydoc"
+        yield "data.input_dir is missing; give a text file, a folder of text files, token files, or builtin:pydoc"
 
 
 def _shapes(config: Config, layout: Layout) -> Iterator[str]:

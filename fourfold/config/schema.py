@@ -26,6 +26,20 @@ def _split_ratios(value: object) -> object:
     return value.split(",") if isinstance(value, str) else value
 
 
+def _seconds(value: object) -> object:
+    """`2-12:30:00`, `12:30:00` or `30:00` as Slurm writes a time limit, in seconds."""
+    if not isinstance(value, str) or ":" not in value:
+        return value
+    days, dash, clock = value.rpartition("-")
+    parts = [int(part) for part in clock.split(":")]
+    if len(parts) > 3 or (dash and len(parts) != 3):
+        raise ValueError(value)
+    seconds = 0
+    for part in parts:
+        seconds = 60 * seconds + part
+    return seconds + 86400 * int(days or 0)
+
+
 class Section(BaseModel):
     model_config = ConfigDict(
         frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False, protected_namespaces=()
@@ -45,7 +59,7 @@ class Global(Section):
 
 class Model(Section):
     model_name_or_path: str | None = None
-    """A preset such as `gpt3-1.3B`; keys written beside it win over it."""
+    """A preset such as `gpt3-1.3B`, or a checkpoint to start from its weights; keys written beside a preset win."""
     model_type: Literal["gpt"] = "gpt"
     """The family of models; there is one."""
     hidden_size: Count = 768
@@ -75,24 +89,36 @@ class Model(Section):
 
 
 class Data(Section):
-    input_dir: str | None = None
-    """The text: a file, a folder of text files, or `builtin:pydoc`."""
+    input_dir: str | dict[str, Positive] | None = None
+    """Text or token files: a file, a prefix, a folder, `builtin:pydoc`; or paths of token files and their weights."""
     split: Annotated[tuple[PositiveOrZero, PositiveOrZero, PositiveOrZero], BeforeValidator(_split_ratios)] = (
         949,
         50,
         1,
     )
     """Shares of training, validation and test, in any unit."""
-    split_by: Literal["position", "window"] = "position"
-    """`position` cuts the text into three contiguous parts; `window` deals windows at random, so the parts overlap."""
+    split_by: Literal["position", "window", "file"] = "position"
+    """`position` cuts the text (or its documents) into three contiguous parts; `window` deals windows at random, so the
+    parts overlap; `file` goes by the words train, val and test in the names of token files."""
     max_seq_len: Count = 1024
     """Tokens per sequence."""
     sample_stride: Count | Auto = "auto"
     """Tokens between the starts of neighbouring samples; `auto` is max_seq_len, 1 makes every window a sample."""
     truncate: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
     """Keeps only this first fraction of the text."""
-    tokenizer: Literal["characters"] = "characters"
-    """How text becomes tokens."""
+    tokenizer: str = "auto"
+    """`characters`, or the path of a tokenizer.json, a folder with vocab.json and merges.txt, or a tiktoken ranks file;
+    `auto` takes the one beside token files, and characters for text."""
+    eos_token_id: CountOrZero | Auto = "auto"
+    """The token that ends a document; `auto` takes the tokenizer's."""
+    eod_mask_loss: bool = False
+    """Does not count the loss of guessing a document's first token from the end of the one before it."""
+    reset_position_ids: bool = False
+    """Starts positions again with every document."""
+    reset_attention_mask: bool = False
+    """Keeps attention within documents."""
+    cache_dir: str | None = None
+    """Where indexes of large corpora are kept; by default beside the data, else in ~/.cache/fourfold."""
     num_workers: CountOrZero = 1
     """Threads that prepare batches ahead of the step; 0 prepares them inside it."""
 
@@ -164,8 +190,14 @@ class Engine(Section):
     """Epochs between checkpoints, besides save_steps; 0 never."""
     keep_last: CountOrZero = 3
     """Checkpoints kept; 0 keeps all."""
+    keep_best: bool = False
+    """Also keeps the checkpoint with the lowest evaluation loss, and evaluates whenever it saves."""
+    async_save: bool = True
+    """Writes checkpoints while training goes on, from one copy in host memory; `false` waits for the disk."""
+    max_time: Annotated[Positive, BeforeValidator(_seconds)] | None = None
+    """Saves and stops before the process is this old: seconds, or `HH:MM:SS`, or `D-HH:MM:SS` as Slurm writes it."""
     output_dir: str = "output"
-    """Where the run leaves its config, metrics, logs and checkpoints."""
+    """Where the run leaves its config, metrics, logs and checkpoints: a folder, or an address like `s3://bucket/run`."""
     resume: str = "auto"
     """`auto` goes on from the newest checkpoint in output_dir, `never` starts anew, a path goes on from there."""
     use_amp: bool | Auto = "auto"

@@ -8,7 +8,7 @@ keeps across versions is used (a bit generator's raw words and a stable sort, no
 from collections.abc import Callable
 from fractions import Fraction
 from itertools import pairwise
-from math import isfinite
+from math import isfinite, lcm
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -21,9 +21,31 @@ Ints = npt.NDArray[np.int64]
 # Streams of random words under one seed; a new use takes a new number, so that it never repeats another's draws.
 STREAM_EPOCH_ORDER = 0
 STREAM_SPLIT = 1
+STREAM_DOCUMENTS = 2
+STREAM_SAMPLES = 3
 
 
-class Splits(NamedTuple):
+class Passes(NamedTuple):
+    """How many samples a pass has: after e passes, (e * length - overlap) // stride have been seen.
+
+    A list of n samples is Passes(n). Samples of seq + 1 tokens cut from a stream that repeats its T tokens, neighbours
+    sharing one, are Passes(T, seq, 1): Megatron's rule for the number of epochs.
+    """
+
+    length: int
+    stride: int = 1
+    overlap: int = 0
+
+    def samples(self, epochs: int) -> int:
+        """Samples of the first so many passes."""
+        return max(0, (epochs * self.length - self.overlap) // self.stride)
+
+    def epoch_of(self, sample: int) -> int:
+        """The pass in which a sample is seen, both counted from 0."""
+        return -(-((sample + 1) * self.stride + self.overlap) // self.length) - 1
+
+
+class Starts(NamedTuple):
     """Start positions of each part's samples, ascending."""
 
     train: Ints
@@ -39,7 +61,7 @@ def split_samples(
     split_by: Literal["position", "window"],
     seed: int,
     needs_valid: bool,
-) -> Splits:
+) -> Starts:
     """The samples of training, validation and test.
 
     A part without a sample is refused for training, and for validation if it is needed; the test part may be empty.
@@ -68,7 +90,7 @@ def split_samples(
             else:
                 sentence = _part_without_window(name, num_tokens, len(windows), max_seq_len, split)
             raise DataError(sentence + _OFF[name])
-    return Splits(*parts)
+    return Starts(*parts)
 
 
 def epoch_order(num_samples: int, seed: int, epoch: int) -> Ints:
@@ -109,20 +131,84 @@ def sample_keys(seed: int, step: int, rows: range) -> Ints:
     return _splitmix64(key_1 + rows_b).view(np.int64)
 
 
-def steps_for_epochs(num_samples: int, global_batch_size: int, epochs: int) -> int:
+def steps_for_epochs(passes: Passes, global_batch_size: int, epochs: int) -> int:
     """Steps after which every sample has been seen `epochs` times."""
-    return -(-epochs * num_samples // global_batch_size)
+    return -(-passes.samples(epochs) // global_batch_size)
 
 
-def epoch_of(num_samples: int, global_batch_size: int, step: int) -> int:
+def epoch_of(passes: Passes, global_batch_size: int, step: int) -> int:
     """The epoch of the first row of a step, both counted from 0."""
-    return step * global_batch_size // num_samples
+    return passes.epoch_of(step * global_batch_size)
 
 
-def batch_in_epoch(num_samples: int, global_batch_size: int, step: int) -> int:
+def batch_in_epoch(passes: Passes, global_batch_size: int, step: int) -> int:
     """How many steps began in the same epoch before this one."""
-    epoch = epoch_of(num_samples, global_batch_size, step)
-    return step - steps_for_epochs(num_samples, global_batch_size, epoch)
+    epoch = epoch_of(passes, global_batch_size, step)
+    return step - steps_for_epochs(passes, global_batch_size, epoch)
+
+
+def document_order(num_documents: int, seed: int, epoch: int) -> Ints:
+    """The permutation in which an epoch strings the documents together."""
+    return _quick_permutation(num_documents, seed, STREAM_DOCUMENTS, epoch)
+
+
+def shuffled(places: Ints, count: int, seed: int, epoch: int) -> Ints:
+    """Which of an epoch's `count` samples stand at these places of its order.
+
+    A permutation that is computed where it is needed and never held: a Feistel network on just enough bits, walked
+    until it lands among the samples.
+    """
+    high = max(1, (count - 1).bit_length() // 2)
+    low = max(1, (count - 1).bit_length() - high)
+    [key] = _splitmix64(_splitmix64(np.array([seed], np.uint64)) + np.uint64((STREAM_SAMPLES << 56) + epoch))
+    found = places.astype(np.uint64)
+    walking = np.arange(len(found))
+    while len(walking):
+        x = found[walking]
+        left, right, left_bits, right_bits = x >> np.uint64(low), x & np.uint64((1 << low) - 1), high, low
+        for turn in range(FEISTEL_ROUNDS):
+            mixed = _splitmix64(right + (key ^ np.uint64(turn << 48)))
+            left, right = right, left ^ (mixed & np.uint64((1 << left_bits) - 1))
+            left_bits, right_bits = right_bits, left_bits
+        found[walking] = (left << np.uint64(right_bits)) | right
+        walking = walking[found[walking] >= count]
+    return found.view(np.int64)
+
+
+FEISTEL_ROUNDS = 8  # even, so that the halves end as wide as they began
+
+
+def split_counts(count: int, split: tuple[float, float, float]) -> list[int]:
+    """Where the three parts of so many documents (or tokens) begin and end: four numbers."""
+    return [0, *(round(share * count) for share in _cumulative(split))]
+
+
+def shares_text(split: tuple[float, float, float]) -> str:
+    return _shares(split)
+
+
+def blend_order(weights: list[Fraction], count: int) -> npt.NDArray[np.uint16]:
+    """Which member of a blend each of the first `count` samples is of.
+
+    After every sample each member has had its weight's share of them to within one sample. It is one processor's
+    schedule of unit tasks by earliest deadline: the j-th sample of a member of weight w may not come before j / w and
+    must not come after (j + 1) / w. All in whole numbers, so it never drifts.
+    """
+    scale = lcm(*(weight.denominator for weight in weights))
+    shares = [int(weight * scale) for weight in weights]
+    period = sum(shares)
+    members = range(len(shares))
+    releases, deadlines = [0] * len(shares), [-(-period // share) for share in shares]
+    taken = [0] * len(shares)
+    # the order repeats after a period, where every share has come out whole
+    order = np.empty(min(count, period), dtype=np.uint16)
+    for place in range(len(order)):
+        pick = min((m for m in members if releases[m] <= place), key=deadlines.__getitem__)
+        order[place] = pick
+        taken[pick] += 1
+        releases[pick] = taken[pick] * period // shares[pick]
+        deadlines[pick] = -(-(taken[pick] + 1) * period // shares[pick])
+    return np.resize(order, count)
 
 
 def _starts(low: int, high: int, max_seq_len: int, stride: int) -> Ints:
@@ -142,6 +228,19 @@ def _permutation(count: int, seed: int, stream: int, index: int) -> Ints:
     words = np.asarray(bits.random_raw(count), dtype=np.uint64)
     # Stable, because the default sort breaks ties by what the processor's vector unit prefers.
     return np.argsort(words, kind="stable").astype(np.int64, copy=False)
+
+
+def _quick_permutation(count: int, seed: int, stream: int, index: int) -> Ints:
+    """As `_permutation`, several times faster: the number goes into the low bits of its random word, so that words
+    differ, any sort gives the same, and what is sorted is the answer."""
+    low_bits = max(1, (count - 1).bit_length())
+    bits = np.random.Philox(key=np.array([seed, (stream << 56) + index], dtype=np.uint64))
+    words = np.asarray(bits.random_raw(count), dtype=np.uint64)
+    words <<= np.uint64(low_bits)
+    words |= np.arange(count, dtype=np.uint64)
+    words.sort()
+    words &= np.uint64((1 << low_bits) - 1)
+    return words.view(np.int64)
 
 
 def _splitmix64(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from fourfold.config.schema import Model
+from fourfold.errors import CheckpointError
 from fourfold.generate.cache import Cache
 from fourfold.model.gpt import GPT
 
@@ -25,6 +26,11 @@ class Sampling:
 
 def pick_token(logits_v: torch.Tensor, sampling: Sampling, generator: torch.Generator) -> int:
     logits_v = logits_v.float().cpu()  # drawn on the host, so that a seed means the same on every device
+    if not logits_v.isfinite().all():
+        raise CheckpointError(
+            "the model's logits are not finite, so its training has diverged; take an earlier checkpoint, or train "
+            "with a smaller optimizer.max_lr"
+        )
     if sampling.temperature == 0.0:
         return int(logits_v.argmax())
     logits_v = (logits_v - logits_v.max()) / sampling.temperature

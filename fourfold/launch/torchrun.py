@@ -9,7 +9,10 @@ import os
 import signal
 import sys
 import uuid
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
+from types import FrameType
 
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -18,7 +21,12 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from fourfold.errors import LaunchError
 
 SHUTDOWN_S = 30
-"""How long a worker that was asked to stop may take to save."""
+"""How long the others may take to end when a worker has failed."""
+
+# Passed on to the workers, who save between two steps and end by themselves, in the time that they need.
+PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+STOPPED = (75, *(128 + number for number in PASSED_ON))
+"""Exit codes of workers that were asked to stop, by `max_time` or a signal, and have saved."""
 
 
 # What workers on one machine need; anything already set wins.
@@ -27,6 +35,8 @@ LOCAL_ENVIRONMENT = {
     "GLOO_SOCKET_IFNAME": "lo",
     # without it a restarted group reads the addresses of the dead one
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+    # the rest of its own list: on these it ends the workers itself
+    "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGHUP,SIGQUIT",
 }
 
 
@@ -34,7 +44,10 @@ def launch_local(processes: int, arguments: list[str], log_dir: Path) -> None:
     """Run `fourfold <arguments>` as this many workers and wait for them. A worker's failure is a LaunchError."""
     for name, value in LOCAL_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    log_dir.mkdir(parents=True, exist_ok=True)
+    try:
+        log_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise LaunchError(f"{log_dir} cannot be written to ({error.strerror}); write another folder") from error
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -47,12 +60,30 @@ def launch_local(processes: int, arguments: list[str], log_dir: Path) -> None:
         logs_specs=DefaultLogsSpecs(str(log_dir), redirects=dict.fromkeys(range(1, processes), Std.ALL)),
     )
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # says the same at greater length
+    passed_on: list[int] = []
+    for number in PASSED_ON:
+        signal.signal(number, partial(_pass_on, passed_on))
     try:
         elastic_launch(config, sys.executable)("-m", "fourfold", *arguments)
     except ChildFailedError as error:
+        if passed_on.count(signal.SIGINT) > 1:
+            sys.exit(128 + signal.SIGINT)
+        if error.get_first_failure()[1].exitcode in STOPPED:
+            sys.exit(error.get_first_failure()[1].exitcode)
         raise _first_failure(error, log_dir) from error
     except SignalException as stopped:
         sys.exit(128 + int(stopped.sigval))
+
+
+def _pass_on(passed_on: list[int], number: int, frame: FrameType | None) -> None:
+    """To all workers; a second SIGINT as SIGKILL, since one that waits for another in a collective hears nothing else."""
+    passed_on.append(number)
+    workers = [int(pid) for each in Path("/proc/self/task").glob("*/children") for pid in each.read_text().split()]
+    if not workers:  # not started yet
+        sys.exit(128 + number)
+    for pid in workers:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL if passed_on.count(signal.SIGINT) > 1 else number)
 
 
 def _first_failure(error: ChildFailedError, log_dir: Path) -> LaunchError:

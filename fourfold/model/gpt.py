@@ -44,9 +44,17 @@ class CoreAttention(nn.Module):
         super().__init__()
         self.dropout_p = dropout_p
 
-    def forward(self, q_bhtk: torch.Tensor, k_bhtk: torch.Tensor, v_bhtk: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self,
+        q_bhtk: torch.Tensor,
+        k_bhtk: torch.Tensor,
+        v_bhtk: torch.Tensor,
+        may_look_b1tt: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         dropout_p = self.dropout_p if self.training else 0.0
         new, seen = q_bhtk.shape[2], k_bhtk.shape[2]
+        if may_look_b1tt is not None:
+            return F.scaled_dot_product_attention(q_bhtk, k_bhtk, v_bhtk, attn_mask=may_look_b1tt, dropout_p=dropout_p)
         if new == seen or new == 1:  # a single new token may look at all before it
             return F.scaled_dot_product_attention(q_bhtk, k_bhtk, v_bhtk, dropout_p=dropout_p, is_causal=new == seen)
         may_look = torch.ones(new, seen, dtype=torch.bool, device=q_bhtk.device).tril(seen - new)
@@ -65,13 +73,15 @@ class Attention(nn.Module):
         self.core = CoreAttention(model.attention_probs_dropout_prob)
         self.out = Linear(model.hidden_size, model.hidden_size)
 
-    def forward(self, x_btd: torch.Tensor, cache: KeyValueCache | None = None) -> torch.Tensor:
+    def forward(
+        self, x_btd: torch.Tensor, cache: KeyValueCache | None = None, may_look_b1tt: torch.Tensor | None = None
+    ) -> torch.Tensor:
         qkv = self.qkv(x_btd)
         b, t, _ = qkv.shape
         q_bhtk, k_bhtk, v_bhtk = qkv.view(b, t, -1, 3, self.head_width).permute(3, 0, 2, 1, 4).unbind(0)
         if cache is not None:
             k_bhtk, v_bhtk = cache.extend(self.layer, k_bhtk, v_bhtk)
-        y_bhtk = self.core(q_bhtk, k_bhtk, v_bhtk)
+        y_bhtk = self.core(q_bhtk, k_bhtk, v_bhtk, may_look_b1tt)
         return self.out(y_bhtk.transpose(1, 2).reshape(b, t, -1))
 
 
@@ -97,9 +107,13 @@ class Block(nn.Module):
         self.dropout2 = Dropout(model.hidden_dropout_prob, site=2 * layer + 2)
 
     def forward(
-        self, x_btd: torch.Tensor, sample_keys_b: torch.Tensor | None = None, cache: KeyValueCache | None = None
+        self,
+        x_btd: torch.Tensor,
+        sample_keys_b: torch.Tensor | None = None,
+        cache: KeyValueCache | None = None,
+        may_look_b1tt: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        x_btd = x_btd + self.dropout1(self.attention(self.norm1(x_btd), cache), sample_keys_b)
+        x_btd = x_btd + self.dropout1(self.attention(self.norm1(x_btd), cache, may_look_b1tt), sample_keys_b)
         return x_btd + self.dropout2(self.feedforward(self.norm2(x_btd)), sample_keys_b)
 
 
@@ -114,9 +128,17 @@ class Embedding(nn.Module):
         self.positions = nn.Embedding(positions, hidden)
         self.dropout = Dropout(model.hidden_dropout_prob, site=0)
 
-    def forward(self, tokens_bt: torch.Tensor, sample_keys_b: torch.Tensor | None, first_position: int) -> torch.Tensor:
-        positions_t = torch.arange(first_position, first_position + tokens_bt.shape[1], device=tokens_bt.device)
-        x_btd = self.tokens(tokens_bt).to(self.compute_dtype) + self.positions(positions_t).to(self.compute_dtype)
+    def forward(
+        self,
+        tokens_bt: torch.Tensor,
+        sample_keys_b: torch.Tensor | None,
+        first_position: int,
+        positions_bt: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        positions = positions_bt  # (t) unless they start again within the sequence
+        if positions is None:
+            positions = torch.arange(first_position, first_position + tokens_bt.shape[1], device=tokens_bt.device)
+        x_btd = self.tokens(tokens_bt).to(self.compute_dtype) + self.positions(positions).to(self.compute_dtype)
         return self.dropout(x_btd, sample_keys_b)
 
 
@@ -134,6 +156,12 @@ class Head(nn.Module):
         if targets_bt is not None:
             return summed_cross_entropy(x_btd, self.weight, targets_bt, self.vocab_size)
         return F.linear(x_btd, self.weight.to(x_btd.dtype))[..., : self.vocab_size]
+
+
+def block_causal(documents_bt: torch.Tensor) -> torch.Tensor:
+    """Which positions each may look at: those before it in the same document. One byte per pair, for all layers."""
+    is_same_b1tt = documents_bt[:, None, :, None] == documents_bt[:, None, None, :]
+    return is_same_b1tt.tril()
 
 
 class GPT(nn.Module):
@@ -170,11 +198,16 @@ class GPT(nn.Module):
         targets_bt: torch.Tensor | None = None,
         sample_keys_b: torch.Tensor | None = None,
         cache: KeyValueCache | None = None,
+        positions_bt: torch.Tensor | None = None,
+        documents_bt: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        """`positions_bt` where they are not 0, 1, 2 and so on; `documents_bt`, a number per document, where attention
+        is to stay within documents."""
         if self.embedding is not None:
-            x = self.embedding(x, sample_keys_b, 0 if cache is None else cache.length)
+            x = self.embedding(x, sample_keys_b, 0 if cache is None else cache.length, positions_bt)
+        may_look_b1tt = None if documents_bt is None else block_causal(documents_bt)
         for block in self.blocks.values():
-            x = block(x, sample_keys_b, cache)
+            x = block(x, sample_keys_b, cache, may_look_b1tt)
         if self.head is not None:
             assert self.norm is not None
             x = self.head(self.norm(x), targets_bt)

@@ -27,7 +27,7 @@ class Vocabulary:
 
 WHOLE = Vocabulary()
 
-_CHUNK_LOGITS = 2**25  # 128 MiB of float32 logits at a time: large enough for full-speed products
+_CHUNK_LOGITS = 2**28  # 1 GiB of float32 logits at a time: large enough for full-speed products
 
 
 def chunk_rows(num_rows: int, vocab: int) -> int:
@@ -54,22 +54,23 @@ class _SummedCrossEntropy(torch.autograd.Function):
         step = chunk_rows(x_nd.shape[0], weight_vd.shape[0])
         for first in range(0, x_nd.shape[0], step):
             rows = slice(first, first + step)
-            logits_nv = (x_nd[rows] @ w_vd.T).float()
+            # Nothing of this size is kept in float32: the compiler fuses each line into one pass over the logits.
+            logits_nv = x_nd[rows] @ w_vd.T
             logits_nv[:, max(0, vocab_size - vocabulary.first) :] = -torch.inf  # padding of the vocabulary
             valid_n1 = targets_n[rows, None] != IGNORED
             column_n1 = targets_n[rows, None] - vocabulary.first
             is_here_n1 = (column_n1 >= 0) & (column_n1 < logits_nv.shape[1])
-            column_n1 = column_n1.clamp(0, logits_nv.shape[1] - 1)
-            top_n1 = vocabulary.max(logits_nv.amax(1, keepdim=True))
-            picked_n1 = torch.where(is_here_n1, logits_nv.gather(1, column_n1), 0.0)
-            exp_nv = logits_nv.sub_(top_n1).exp_()
-            sums_n2 = vocabulary.sum(torch.cat((exp_nv.sum(1, keepdim=True), picked_n1), 1))
-            total += torch.where(valid_n1, top_n1 + sums_n2[:, :1].log() - sums_n2[:, 1:], 0.0).sum()
+            picked_n1 = logits_nv.gather(1, column_n1.clamp(0, logits_nv.shape[1] - 1)).float()
+            top_n1 = vocabulary.max(logits_nv.amax(1, keepdim=True).float())
+            sums_n1 = (logits_nv.float() - top_n1).exp().sum(1, keepdim=True)
+            sums_n2 = vocabulary.sum(torch.cat((sums_n1, torch.where(is_here_n1, picked_n1, 0.0)), 1))
+            log_sum_n1 = top_n1 + sums_n2[:, :1].log()
+            total += torch.where(valid_n1, log_sum_n1 - sums_n2[:, 1:], 0.0).sum()
             if dx_nd is not None and dw_vd is not None:
                 # d loss / d logits = softmax - one-hot, zero where the target does not count
-                grad_nv = exp_nv.div_(sums_n2[:, :1])
-                grad_nv.scatter_add_(1, column_n1, -is_here_n1.float())
-                grad_nv = (grad_nv * valid_n1).to(x_nd.dtype)
+                is_target_nv = torch.arange(logits_nv.shape[1], device=column_n1.device) == column_n1
+                grad_nv = ((logits_nv.float() - log_sum_n1).exp() - is_target_nv.float()) * valid_n1
+                grad_nv = grad_nv.to(x_nd.dtype)
                 torch.mm(grad_nv, w_vd, out=dx_nd[rows])
                 dw_vd += grad_nv.T @ x_nd[rows]
         if wants_grad:

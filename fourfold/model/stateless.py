@@ -33,24 +33,28 @@ def mix64(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
+def mix32(x: torch.Tensor) -> torch.Tensor:
+    """Two rounds of multiply and shift on an int32 tensor, in place; the high bits are the best."""
+    x *= _N1
+    x ^= (x >> 15) & 0x1FFFF
+    x *= _N2
+    return x
+
+
 def bits32(rows_64: torch.Tensor, columns: range) -> torch.Tensor:
     """32 random bits for each (row, column), as int32, with one more dim than `rows_64`.
 
-    The strong 64-bit hash runs once per row and once per column; an element then costs two 32-bit multiplications,
-    which vectorise. That is what keeps this cheap without a fused kernel.
+    The strong 64-bit hash runs once per row; an element then costs two 32-bit multiplications, which vectorise. That is
+    what keeps this cheap without a fused kernel. Columns never meet a 64-bit constant: Triton's indices have 32 bits.
     """
+    places = torch.arange(columns.start, columns.stop, dtype=torch.int32, device=rows_64.device)
     rows = mix64(rows_64).to(torch.int32)
-    places = torch.arange(columns.start, columns.stop, device=rows_64.device)
-    u = rows.unsqueeze(-1) ^ mix64(places).to(torch.int32)
-    u *= _N1
-    u ^= (u >> 15) & 0x1FFFF
-    u *= _N2
-    return u
+    return mix32(rows.unsqueeze(-1) ^ mix32(places + 1))
 
 
 def bernoulli_btd(keys_b: torch.Tensor, site: int, positions_t: torch.Tensor, width: int, p: float) -> torch.Tensor:
     """A bool mask of shape (b, t, width), True with probability 1 - p."""
-    rows_bt = keys_b[:, None] + (positions_t[None, :] + (site << 32))
+    rows_bt = mix64(keys_b + site)[:, None] + positions_t
     return bits32(rows_bt, range(width)) >= round(p * 2**32) - 2**31
 
 

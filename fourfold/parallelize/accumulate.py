@@ -12,7 +12,18 @@ from fourfold.parallelize.shard import set_micro_batch
 
 
 def split_batch(batch: Batch, parts: int) -> list[Batch]:
-    return [Batch(*tensors) for tensors in zip(*(tensor.chunk(parts) for tensor in batch), strict=True)]
+    size = len(batch.tokens_bt) // parts
+
+    def rows_from(first: int) -> Batch:
+        return batch.each(lambda tensor: tensor[first : first + size])
+
+    return [rows_from(part * size) for part in range(parts)]
+
+
+def boundary_tensors(batch: Batch) -> dict[str, torch.Tensor]:
+    """What the model is told about documents, by the names of its arguments: nothing, unless the config asks."""
+    found = {"positions_bt": batch.positions_bt, "documents_bt": batch.documents_bt}
+    return {name: tensor for name, tensor in found.items() if tensor is not None}
 
 
 class Accumulated:
@@ -27,7 +38,7 @@ class Accumulated:
         total = torch.zeros(1, device=batch.tokens_bt.device)
         for index, micro in enumerate(split_batch(batch, self.micro_batches)):
             set_micro_batch(self.gpt, self.stage, is_last=index == self.micro_batches - 1)
-            loss = self.gpt(micro.tokens_bt, micro.targets_bt, micro.sample_keys_b)
+            loss = self.gpt(micro.tokens_bt, micro.targets_bt, micro.sample_keys_b, **boundary_tensors(micro))
             (loss * weight).sum().backward()
             total += loss.detach()
         return total
@@ -37,5 +48,5 @@ class Accumulated:
         self.gpt.eval()
         total = torch.zeros(1, device=batch.tokens_bt.device)
         for micro in split_batch(batch, self.micro_batches):
-            total += self.gpt(micro.tokens_bt, micro.targets_bt)
+            total += self.gpt(micro.tokens_bt, micro.targets_bt, **boundary_tensors(micro))
         return total

@@ -1,7 +1,7 @@
 """Pipeline parallelism (pp): this rank's pipe stages, run by one of PyTorch's schedules.
 
-Shapes between stages are stated and not inferred, so that nothing runs before the first step. Targets and sample keys
-go to every stage beside its input; the last stage turns targets into the summed loss itself.
+Shapes between stages are stated and not inferred, so that nothing runs before the first step. Targets, sample keys and
+what is known of documents go to every stage beside its input; the last stage turns targets into the summed loss itself.
 """
 
 from typing import Any
@@ -29,7 +29,7 @@ from fourfold.data.loader import Batch
 from fourfold.layout.layout import Layout
 from fourfold.layout.stages import stage_indices, stages_per_rank
 from fourfold.model.gpt import GPT
-from fourfold.parallelize.accumulate import split_batch
+from fourfold.parallelize.accumulate import boundary_tensors, split_batch
 
 SCHEDULES: dict[str, type[PipelineScheduleSingle] | type[PipelineScheduleMulti]] = {
     "GPipe": ScheduleGPipe,
@@ -107,6 +107,7 @@ class Pipelined:
             part.train()
         tokens = (batch.tokens_bt,) if self.parts[0].stage.has_embedding else ()
         beside: dict[str, Any] = {"targets_bt": batch.targets_bt, "sample_keys_b": batch.sample_keys_b}
+        beside |= boundary_tensors(batch)
         self.schedule.step(*tokens, target=batch.targets_bt, return_outputs=False, **beside)
         return self.total
 
@@ -123,7 +124,7 @@ class Pipelined:
             inputs = handed_over or [self._receive(part, micro) for micro in micros]
             handed_over = []
             for x, micro in zip(inputs, micros, strict=True):
-                y = part(x, micro.targets_bt)
+                y = part(x, micro.targets_bt, **boundary_tensors(micro))
                 if part.stage.has_head:
                     total += y
                 elif self.rank_of[part.stage.index + 1] == self.rank:

@@ -115,12 +115,12 @@ def vocabulary_embedding(module: Any, region: Region, tokens_bt: torch.Tensor) -
     return leave(x_btd.masked_fill(is_elsewhere[..., None], 0.0), region)
 
 
-def positions_share(module: Any, region: Region, positions_t: torch.Tensor) -> torch.Tensor:
-    """Whole on every rank; with sequence_parallel a rank needs only the positions of its share."""
+def positions_share(module: Any, region: Region, positions: torch.Tensor) -> torch.Tensor:
+    """Whole on every rank; with sequence_parallel a rank needs only the positions of its share. (t) or (b, t)."""
     if region.sequence_parallel:
-        share = region.share(len(positions_t))
-        positions_t = positions_t[share.start : share.stop]
-    return F.embedding(positions_t, module.weight)
+        share = region.share(positions.shape[-1])
+        positions = positions[..., share.start : share.stop]
+    return F.embedding(positions, module.weight)
 
 
 def vocabulary_head(module: Any, region: Region, x_btd: torch.Tensor, targets_bt: torch.Tensor | None) -> torch.Tensor:

@@ -4,15 +4,21 @@ import logging
 from dataclasses import dataclass
 from pathlib import Path
 
-from fourfold.checkpoint.state import copy_tied, restore_progress, tensors_of
-from fourfold.checkpoint.store import find_checkpoint, load_progress, load_tensors, verify_checkpoint
-from fourfold.config.load import load_config
+from fourfold.checkpoint.manifest import Manifest, read_manifest
+from fourfold.checkpoint.paths import AnyPath, local_folder, locate
+from fourfold.checkpoint.state import copy_tied, pieces_of, restore_progress
+from fourfold.checkpoint.store import load_progress, named_checkpoint, newest_checkpoint, step_of
+from fourfold.checkpoint.texts import load_saved_config, load_saved_tokenizer
+from fourfold.checkpoint.together import find_together, load_together, on_first, verify_together
+from fourfold.config.keys import LEAVES, Leaf
+from fourfold.config.load import SHAPE_KEYS
+from fourfold.config.presets import find_preset
 from fourfold.config.resolve import layout_of, with_decay_steps, with_vocab_size
 from fourfold.config.schema import Config
 from fourfold.data.corpus import Corpus, load_corpus
-from fourfold.data.loader import TrainLoader
-from fourfold.data.order import steps_for_epochs
-from fourfold.data.tokenizer import Tokenizer, load_tokenizer
+from fourfold.data.loader import TrainLoader, boundaries_of
+from fourfold.data.order import Passes, steps_for_epochs
+from fourfold.data.tokenizer import Tokenizer
 from fourfold.errors import CheckpointError, ConfigError
 from fourfold.layout.layout import Layout
 from fourfold.mesh.process import Process
@@ -22,9 +28,6 @@ from fourfold.parallelize.apply import ParallelModel, parallelize
 from fourfold.parallelize.precision import has_loss_scale
 
 log = logging.getLogger("fourfold")
-
-TOKENIZER_FILE = "tokenizer.json"
-CONFIG_FILE = "config.yaml"
 
 
 @dataclass(frozen=True)
@@ -40,11 +43,12 @@ class Run:
     first_step: int
     """Steps already taken by the run that this one continues."""
     total_steps: int
-    resumed_from: Path | None
+    resumed_from: AnyPath | None
 
     @property
     def output_dir(self) -> Path:
-        return Path(self.config.engine.output_dir)
+        """Where what is written line by line goes; checkpoints go to `engine.output_dir` itself."""
+        return local_folder(self.config.engine.output_dir)
 
     @property
     def rows(self) -> range:
@@ -55,63 +59,85 @@ class Run:
 
     def open_loader(self) -> TrainLoader:
         return TrainLoader(
-            self.corpus.tokens,
             self.corpus.splits.train,
-            self.config.data.max_seq_len,
             self.config.global_.seed,
             self.config.global_.global_batch_size,
             self.rows,
             self.first_step,
             self.config.data.num_workers,
             pin_memory=self.process.device.type == "cuda",
+            boundaries=boundaries_of(self.config.data),
         )
 
 
 def build_run(config: Config, process: Process) -> Run:
     layout = layout_of(config, process.world_size)
-    checkpoint = find_checkpoint(Path(config.engine.output_dir), config.engine.resume)
-    if checkpoint:
-        verify_checkpoint(checkpoint)
-    tokenizer = load_saved_tokenizer(checkpoint) if checkpoint else None
-    corpus = load_corpus(config.data, config.global_.seed, config.engine.eval_iters != 0, tokenizer)
+    output = locate(config.engine.output_dir)
+    check_beginning(output, config.engine.resume)
+    checkpoint = find_together(output, config.engine.resume)
+    source = checkpoint or find_weights(config)
+    tokenizer = load_saved_tokenizer(source) if source else None
+    needs_valid = config.engine.eval_iters != 0
+    corpus = load_corpus(config.data, config.global_.seed, needs_valid, tokenizer, config.model.vocab_size)
     config = with_vocab_size(config, vocab_size_for(config, corpus.tokenizer))
-    total_steps = count_steps(config, len(corpus.splits.train))
+    total_steps = count_steps(config, corpus.splits.train.passes)
     config = with_decay_steps(config, total_steps)
+    if source:
+        check_same_model(source, config)
     parallel = parallelize(config, layout, process.rank, process.device, process.timeout_s)
     optimizer = AdamW(parallel.table(), parallel.named_parameters(), config.optimizer)
     loss_scale = LossScale(config.engine.scale_loss, has_loss_scale(config.engine), process.device)
     first_step = 0
-    if checkpoint:
-        check_same_model(checkpoint, config)
-        load_tensors(checkpoint, tensors_of(parallel, optimizer))
+    if source:
+        load_together(source, pieces_of(parallel, optimizer if checkpoint else None))
         copy_tied(parallel, optimizer)
+    if checkpoint:
         progress = load_progress(checkpoint)
         restore_progress(progress, optimizer, loss_scale)
         first_step = progress.step
-        if progress.corpus != corpus.fingerprint:
-            log.warning(
-                f"{config.data.input_dir} has changed since {checkpoint} was saved: what follows is not the run that "
-                "would have been"
-            )
-    return Run(config, layout, process, corpus, parallel, optimizer, loss_scale, first_step, total_steps, checkpoint)
+        if process.is_first:
+            tell_differences(checkpoint, config, progress.corpus == corpus.fingerprint)
+    return Run(
+        config,
+        layout,
+        process,
+        corpus,
+        parallel,
+        optimizer,
+        loss_scale,
+        first_step,
+        total_steps,
+        checkpoint.path if checkpoint else None,
+    )
 
 
-def check_beginning(config: Config) -> None:
+def check_beginning(output: AnyPath, resume: str) -> None:
     """Refuse to begin among newer checkpoints: they would keep this run's own from being saved under their names, and
     the next `resume: auto` would go on from them."""
-    output_dir = Path(config.engine.output_dir)
-    newest = find_checkpoint(output_dir, "auto")
-    begin = find_checkpoint(output_dir, config.engine.resume)
-    first_step = load_progress(begin).step if begin else 0
-    if newest and load_progress(newest).step > first_step:
-        raise CheckpointError(
-            f"{newest} is newer than where this run begins with engine.resume = {config.engine.resume}, which is after "
-            f"step {first_step}; write another engine.output_dir, engine.resume = auto, or move it away"
-        )
+    if resume == "auto":
+        return
+
+    def check() -> None:
+        newest = newest_checkpoint(output)
+        begin = None if resume == "never" else named_checkpoint("engine.resume", resume)
+        first_step = read_manifest(begin).step if begin else 0
+        if newest and step_of(newest) > first_step:
+            raise CheckpointError(
+                f"{newest} is newer than where this run begins with engine.resume = {resume}, which is after "
+                f"step {first_step}; write another engine.output_dir, engine.resume = auto, or move it away"
+            )
+
+    on_first(check)
 
 
-def load_saved_tokenizer(checkpoint: Path) -> Tokenizer:
-    return load_tokenizer(checkpoint / TOKENIZER_FILE)
+def find_weights(config: Config) -> Manifest | None:
+    """The checkpoint whose weights a new run starts from, every byte of it checked; None for fresh ones."""
+    name = config.model.model_name_or_path
+    if name is None or find_preset(name):
+        return None
+    found = verify_together(on_first(lambda: str(named_checkpoint("model.model_name_or_path", name))))
+    log.info(f"starting with the weights of {found.path}")
+    return found
 
 
 def vocab_size_for(config: Config, tokenizer: Tokenizer) -> int:
@@ -126,32 +152,62 @@ def vocab_size_for(config: Config, tokenizer: Tokenizer) -> int:
     return asked
 
 
-def count_steps(config: Config, num_samples: int) -> int:
+def count_steps(config: Config, passes: Passes) -> int:
     if config.engine.max_steps is not None:
         return config.engine.max_steps
     assert config.engine.num_train_epochs is not None
-    return steps_for_epochs(num_samples, config.global_.global_batch_size, config.engine.num_train_epochs)
+    return steps_for_epochs(passes, config.global_.global_batch_size, config.engine.num_train_epochs)
 
 
-# What must be equal for a checkpoint's tensors to mean the same in this run.
-SHAPE_KEYS = (
-    "hidden_size",
-    "num_layers",
-    "num_attention_heads",
-    "ffn_hidden_size",
-    "vocab_size",
-    "max_position_embeddings",
-    "tie_word_embeddings",
-)
-
-
-def check_same_model(checkpoint: Path, config: Config) -> None:
-    saved = load_config(checkpoint / CONFIG_FILE)
+def check_same_model(checkpoint: Manifest, config: Config) -> None:
+    saved = load_saved_config(checkpoint)
     problems = [
         f"model.{key} = {getattr(config.model, key)} differs from {getattr(saved.model, key)} in the checkpoint "
-        f"{checkpoint}; write the same, or start anew in another output_dir"
+        f"{checkpoint.path}; write the same, or start anew in another output_dir"
         for key in SHAPE_KEYS
         if getattr(config.model, key) != getattr(saved.model, key)
     ]
     if problems:
         raise CheckpointError("\n".join(problems))
+
+
+# Keys that change what a run computes, besides those that make it another model.
+DECIDING = {"global": {"seed", "global_batch_size"}, "engine": {"use_amp", "amp_dtype", "scale_loss"}}
+DECIDING_SECTIONS = ("model", "data", "optimizer")
+NOT_DECIDING = {"num_workers", "use_recompute", "recompute_granularity", "model_name_or_path"}
+
+
+def tell_differences(checkpoint: Manifest, config: Config, is_same_text: bool) -> None:
+    """Everything in which this run differs from the one it goes on from; loudly where that changes the result."""
+    saved, ours = (
+        {leaf.name: value_of(each, leaf) for leaf in LEAVES.values()}
+        for each in (load_saved_config(checkpoint), config)
+    )
+    changed = [leaf for leaf in LEAVES.values() if saved[leaf.name] != ours[leaf.name]]
+    loud = [leaf for leaf in changed if is_deciding(leaf)]
+    for leaf in changed:
+        if leaf not in loud:
+            log.info(f"{leaf.name} is {ours[leaf.name]}, and was {saved[leaf.name]} in {checkpoint.path}")
+    for leaf in loud:
+        log.warning(
+            f"{leaf.name} is {ours[leaf.name]}, and was {saved[leaf.name]} in {checkpoint.path}: what follows is not "
+            "the run that would have been"
+        )
+    if not is_same_text:
+        log.warning(
+            f"{config.data.input_dir} has changed since {checkpoint.path} was saved: what follows is not the run that "
+            "would have been"
+        )
+
+
+def is_deciding(leaf: Leaf) -> bool:
+    section = leaf.path[0]
+    return leaf.key not in NOT_DECIDING and (section in DECIDING_SECTIONS or leaf.key in DECIDING.get(section, ()))
+
+
+def value_of(config: Config, leaf: Leaf) -> object:
+    value: object = config.model_dump(by_alias=True)
+    for name in (*leaf.path, leaf.key):
+        assert isinstance(value, dict)
+        value = value[name]
+    return value

@@ -2,7 +2,7 @@
 
 import torch
 
-from fourfold.data.loader import eval_batches
+from fourfold.data.loader import boundaries_of, eval_batches
 from fourfold.mesh.mesh import sum_over_all
 from fourfold.train.build import Run
 from fourfold.train.step import count_targets, to_device
@@ -13,12 +13,11 @@ def evaluate(run: Run) -> float:
     total = torch.zeros(1, device=run.process.device)
     targets = torch.zeros((), dtype=torch.int64, device=run.process.device)
     for batch in eval_batches(
-        run.corpus.tokens,
         run.corpus.splits.valid,
-        run.config.data.max_seq_len,
         run.config.global_.global_batch_size,
         run.rows,
         run.config.engine.eval_iters,
+        boundaries=boundaries_of(run.config.data),
     ):
         total += run.parallel.execution.evaluate(to_device(batch, run.process.device))
         targets += count_targets(run, batch)

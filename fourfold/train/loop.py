@@ -7,21 +7,24 @@ are no hooks.
 import json
 import time
 from dataclasses import dataclass
-from pathlib import Path
 
 from rich.console import Console
 
-from fourfold.checkpoint.state import progress_of, tensors_of
-from fourfold.checkpoint.store import save_checkpoint
-from fourfold.config.load import dump_config
+from fourfold.checkpoint.lock import Lock
+from fourfold.checkpoint.paths import fetch_beside, locate, send_beside
+from fourfold.checkpoint.saver import Saver
+from fourfold.checkpoint.state import pieces_of, progress_of
+from fourfold.checkpoint.texts import TOKENIZER_FILE
+from fourfold.checkpoint.together import on_first
+from fourfold.config.load import CONFIG_FILE, dump_config
 from fourfold.config.schema import Config
 from fourfold.cost.params import count_parameters
 from fourfold.data.order import epoch_of
 from fourfold.mesh.process import Process
-from fourfold.train.build import CONFIG_FILE, TOKENIZER_FILE, Run, build_run, check_beginning
+from fourfold.train.build import Run, build_run
 from fourfold.train.evaluate import count_eval_batches, evaluate
-from fourfold.train.interrupt import Agreement, Interrupt, exit_code
-from fourfold.train.metrics import Metrics, log
+from fourfold.train.interrupt import Agreement, Deadline, Interrupt, agree_on_exit_code
+from fourfold.train.metrics import METRICS_FILE, Metrics, log
 from fourfold.train.profile import profiling
 from fourfold.train.step import train_step
 
@@ -33,36 +36,49 @@ class Outcome:
     """Steps finished, those of earlier runs included."""
     eval_loss: float | None
     exit_code: int
-    """0 when the run reached its end, 128 + signal when it was asked to stop before."""
+    """0 when the run reached its end, 128 + signal when it was asked to stop before, 75 when max_time was near."""
 
 
 def train(config: Config, process: Process, console: Console) -> Outcome:
-    check_beginning(config)
+    output = locate(config.engine.output_dir)
+    with Lock(output):
+        outcome = train_alone(config, process, console)
+        on_first(lambda: send_beside(outcome.run.output_dir, output))
+        return outcome
+
+
+def train_alone(config: Config, process: Process, console: Console) -> Outcome:
+    """The run itself, once nobody else writes to its output_dir."""
+    deadline, agreement = Deadline(config.engine.max_time), Agreement(process.device)
     run = build_run(config, process)
+    if run.resumed_from:
+        on_first(lambda: fetch_beside(locate(config.engine.output_dir), run.output_dir, METRICS_FILE))
     introduce(run)
     step, eval_loss, is_stopping = run.first_step, None, False
-    agreement = Agreement(process.device)
     with (
         run.open_loader() as loader,
         Metrics(run, console) as metrics,
         Interrupt() as interrupt,
+        Saver(run.config.engine, run.output_dir) as saver,
         profiling(config.profiler, run.output_dir / "profile", process.device, process.rank) as profiled,
     ):
         for step in range(run.first_step + 1, run.total_steps + 1):
             waited_s = loader.wait_s
             batch = loader.next_batch()
-            result = train_step(run, batch, step - 1, interrupt.signal is not None)
+            is_asked = interrupt.signal is not None or saver.has_failed or deadline.is_near(saver.expected_s)
+            result = train_step(run, batch, step - 1, is_asked)
             metrics.record(step - 1, result, loader.wait_s - waited_s)
             is_stopping = agreement.is_reached(result.stop_votes)
             is_last = step == run.total_steps or is_stopping
-            if is_last or is_save_due(run, step):
-                save(run, step, metrics)
-            if (is_last and not is_stopping) or is_eval_due(run, step):
-                eval_loss = measure(run, step, metrics)
+            is_saving = is_last or is_save_due(run, step)
+            is_evaluating = (is_last and not is_stopping) or is_eval_due(run, step, is_saving)
+            eval_loss = measure(run, step, metrics) if is_evaluating else None
+            if is_saving:
+                save(run, step, eval_loss, saver, metrics)
             profiled()
             if is_last:
                 break
-    return Outcome(run, step, eval_loss, exit_code(interrupt.signal) if is_stopping else 0)
+    return Outcome(run, step, eval_loss, agree_on_exit_code(interrupt.signal) if is_stopping else 0)
 
 
 def introduce(run: Run) -> None:
@@ -70,9 +86,8 @@ def introduce(run: Run) -> None:
     if not run.process.is_first:
         return
     (run.output_dir / CONFIG_FILE).write_text(dump_config(run.config), encoding="utf-8")
-    vocab_size = run.corpus.tokenizer.vocab_size
     batch, micro = run.config.global_.global_batch_size, run.config.global_.micro_batch_size
-    log.info(f"{run.config.data.input_dir}: {run.corpus.num_characters:,} characters, {vocab_size} unique")
+    log.info(run.corpus.description)
     log.info(
         f"samples of {run.config.data.max_seq_len} tokens: "
         + ", ".join(f"{len(part):,} {name}" for name, part in run.corpus.splits._asdict().items())
@@ -84,7 +99,7 @@ def introduce(run: Run) -> None:
     )
     if run.corpus.passed_over:
         names = ", ".join(str(path) for path in run.corpus.passed_over[:5])
-        log.warning(f"{len(run.corpus.passed_over)} files that are not text were passed over: {names}")
+        log.warning(f"{len(run.corpus.passed_over)} files were passed over: {names}")
     if run.config.data.split_by == "window":
         log.warning("data.split_by = window: the validation windows overlap the training text, so their loss flatters")
     if run.resumed_from:
@@ -95,27 +110,29 @@ def is_save_due(run: Run, step: int) -> bool:
     engine = run.config.engine
     if engine.save_steps and step % engine.save_steps == 0:
         return True
-    num_samples, batch = len(run.corpus.splits.train), run.config.global_.global_batch_size
-    before, after = epoch_of(num_samples, batch, step - 1), epoch_of(num_samples, batch, step)
+    passes, batch = run.corpus.splits.train.passes, run.config.global_.global_batch_size
+    before, after = epoch_of(passes, batch, step - 1), epoch_of(passes, batch, step)
     return bool(engine.save_epochs) and before != after and after % engine.save_epochs == 0
 
 
-def is_eval_due(run: Run, step: int) -> bool:
-    return bool(run.config.engine.eval_freq) and step % run.config.engine.eval_freq == 0
+def is_eval_due(run: Run, step: int, is_saving: bool) -> bool:
+    engine = run.config.engine
+    return (bool(engine.eval_freq) and step % engine.eval_freq == 0) or (engine.keep_best and is_saving)
 
 
-def save(run: Run, step: int, metrics: Metrics) -> Path:
-    began_s = time.perf_counter()
-    texts = {CONFIG_FILE: dump_config(run.config), TOKENIZER_FILE: json.dumps(run.corpus.tokenizer.to_json())}
-    path = save_checkpoint(
-        run.output_dir,
-        tensors_of(run.parallel, run.optimizer),
-        progress_of(step, run.optimizer, run.loss_scale, run.corpus.fingerprint),
-        texts,
-        run.config.engine.keep_last,
+def save(run: Run, step: int, eval_loss: float | None, saver: Saver, metrics: Metrics) -> None:
+    metrics.flush()  # what is known of the steps before a checkpoint comes before it
+    waited_s = saver.save(
+        pieces_of(run.parallel, run.optimizer),
+        progress_of(step, run.optimizer, run.loss_scale, run.corpus.fingerprint, eval_loss),
+        texts_of(run),
     )
-    metrics.record_save(path, time.perf_counter() - began_s)
-    return path
+    metrics.record_save(step, waited_s)
+
+
+def texts_of(run: Run) -> dict[str, str]:
+    """The small files that lie beside the tensors of a checkpoint."""
+    return {CONFIG_FILE: dump_config(run.config), TOKENIZER_FILE: json.dumps(run.corpus.tokenizer.to_json())}
 
 
 def measure(run: Run, step: int, metrics: Metrics) -> float | None:

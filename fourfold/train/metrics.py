@@ -81,9 +81,7 @@ class Metrics:
         self.began_s, self.logged_s, self.logged_step, self.reader_s = now, now, self.run.first_step, 0.0
         if self.is_speaker:
             self.stream = reopen_metrics(self.run.output_dir / METRICS_FILE, self.run.first_step)
-            self.curves = SummaryWriter(
-                str(self.run.output_dir / "tensorboard"), purge_step=self.run.first_step + 1, flush_secs=30
-            )
+            self.curves = reopen_curves(self.run.output_dir)
         if self.progress:
             self.progress.start()
             self.task = self.progress.add_task(
@@ -134,11 +132,11 @@ class Metrics:
 
     def _write(self, entry: Pending) -> None:
         config, done = self.run.config, entry.step + 1
-        num_samples, batch_size = len(self.run.corpus.splits.train), config.global_.global_batch_size
+        passes, batch_size = self.run.corpus.splits.train.passes, config.global_.global_batch_size
         values: dict[str, Any] = {
             "step": done,
-            "epoch": epoch_of(num_samples, batch_size, entry.step),
-            "batch": batch_in_epoch(num_samples, batch_size, entry.step),
+            "epoch": epoch_of(passes, batch_size, entry.step),
+            "batch": batch_in_epoch(passes, batch_size, entry.step),
             "loss": entry.result.loss.item(),
             "grad_norm": entry.result.grad_norm.item(),
             "lr": learning_rate(done, config.optimizer),
@@ -182,8 +180,8 @@ class Metrics:
         self.logged_s += took_s
         if not self.is_speaker:
             return
-        num_samples, batch_size = len(self.run.corpus.splits.train), self.run.config.global_.global_batch_size
-        epoch, batch = epoch_of(num_samples, batch_size, step - 1), batch_in_epoch(num_samples, batch_size, step - 1)
+        passes, batch_size = self.run.corpus.splits.train.passes, self.run.config.global_.global_batch_size
+        epoch, batch = epoch_of(passes, batch_size, step - 1), batch_in_epoch(passes, batch_size, step - 1)
         self._save({"step": step, "epoch": epoch, "eval_loss": loss, "eval_s": took_s})
         log.info(
             f"valid step {step}, epoch: {epoch}, batch: {batch}, loss: {loss:f}, speed: {batches / took_s:.2f} step/s"
@@ -191,20 +189,26 @@ class Metrics:
         if self.progress:
             self.progress.console.print(f"step {step:>7,}  validation loss {loss:.4f}", highlight=False)
 
-    def record_save(self, path: Path, took_s: float) -> None:
+    def record_save(self, step: int, waited_s: float) -> None:
+        """The time that training waited is not counted as training."""
         self.flush()
-        self.logged_s += took_s
+        self.logged_s += waited_s
         if self.is_speaker:
-            log.info(f"saved {path} in {took_s:.2f} s")
+            log.info(f"saving step {step}: training waited {waited_s:.2f} s")
 
     def _save(self, values: dict[str, Any]) -> None:
         # JSON knows no infinity: the norm of a skipped step is null
         known = {key: value if math.isfinite(value) else None for key, value in values.items()}
-        self.stream.write(json.dumps(known) + "\n")
-        self.stream.flush()
-        for key, tag in CURVES.items():
-            if key in values:
-                self.curves.add_scalar(tag, values[key], values["step"])
+        known["time"] = time.time()
+        try:
+            self.stream.write(json.dumps(known) + "\n")
+            self.stream.flush()
+            add_points(self.curves, known)
+        except OSError as error:
+            raise LaunchError(
+                f"{self.stream.name} could not be written to ({error.strerror}); make room or write another "
+                "engine.output_dir, and go on from the last checkpoint"
+            ) from error
 
 
 def progress_bar(console: Console) -> Progress:
@@ -232,6 +236,7 @@ def start_log(output_dir: Path, rank: int, is_shown: bool) -> None:
         ) from error
     if is_shown:
         handlers.append(logging.StreamHandler())
+    logging.raiseExceptions = False  # a full disk that takes no more lines is told by what else it refuses
     log.handlers.clear()
     log.setLevel(logging.INFO)
     log.propagate = False
@@ -258,8 +263,32 @@ def reopen_metrics(path: Path, first_step: int) -> Any:
                 continue
             if values["step"] <= first_step:
                 kept.append(text + "\n")
-    path.write_text("".join(kept), encoding="utf-8")
+    beside = path.with_name(f".{path.name}.writing")  # a kill must not leave half of what there was
+    beside.write_text("".join(kept), encoding="utf-8")
+    beside.replace(path)
     return path.open("a", encoding="utf-8")
+
+
+def reopen_curves(output_dir: Path) -> SummaryWriter:
+    """Curves are drawn again from metrics.jsonl: a kill can take their last half minute, and TensorBoard reads files in
+    the order of the clocks that named them."""
+    folder = output_dir / "tensorboard"
+    old = list(folder.glob("events.out.tfevents.*"))
+    curves = SummaryWriter(str(folder), flush_secs=30)
+    for text in (output_dir / METRICS_FILE).read_text(encoding="utf-8").splitlines():
+        add_points(curves, json.loads(text))
+    curves.flush()
+    for file in old:
+        if str(file) != curves.file_writer.event_writer._file_name:  # type: ignore[union-attr]
+            file.unlink()
+    return curves
+
+
+def add_points(curves: SummaryWriter, values: dict[str, Any]) -> None:
+    for key, tag in CURVES.items():
+        if key in values:
+            value = math.nan if values[key] is None else values[key]
+            curves.add_scalar(tag, value, values["step"], walltime=values.get("time"))
 
 
 def memory_gib(device: torch.device) -> float:

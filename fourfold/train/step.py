@@ -75,4 +75,4 @@ def count_targets(run: Run, batch: Batch) -> torch.Tensor:
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
-    return Batch(*(tensor.to(device, non_blocking=True) for tensor in batch))
+    return batch.each(lambda tensor: tensor.to(device, non_blocking=True))

@@ -50,6 +50,8 @@ def shrink(config: Config, layout: Layout, steps: int) -> Config:
     values["model"] |= {"vocab_size": 2 * lcm(128, layout.mp) - padding, "max_position_embeddings": seq_len}
     values["data"] |= {"input_dir": CORPUS, "split": (90, 10, 0), "split_by": "position", "truncate": 1.0}
     values["data"] |= {"max_seq_len": seq_len, "sample_stride": seq_len, "tokenizer": "characters"}
+    # a line end of the corpus stands in for the end of a document
+    values["data"] |= {"eos_token_id": 0}
     values["optimizer"] |= {"decay_steps": steps, "warmup_rate": 0.0, "max_lr": 1e-2, "min_lr": 1e-3}
     values["distributed"] |= {f"{axis}_degree": getattr(layout, axis) for axis in ("pp", "dp", "mp")}
     values["distributed"]["sharding"] |= {"sharding_degree": layout.sharding}

@@ -1,23 +1,30 @@
 import json
 import os
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import xxhash
 
-from fourfold.checkpoint import store
-from fourfold.checkpoint.state import Progress
+from fourfold.checkpoint import saver, store
+from fourfold.checkpoint.manifest import FORMAT, DamagedError, read_manifest
+from fourfold.checkpoint.saver import Saver
+from fourfold.checkpoint.state import Progress, whole_piece
 from fourfold.checkpoint.store import (
+    begin_checkpoint,
     checkpoint_path,
     complete_checkpoints,
-    find_checkpoint,
+    load_pieces,
     load_progress,
-    load_tensors,
-    save_checkpoint,
+    named_checkpoint,
+    newest_checkpoint,
     verify_checkpoint,
+    write_share,
 )
+from fourfold.checkpoint.together import find_together
+from fourfold.config.schema import Engine
 from fourfold.errors import CheckpointError
 from tests.tiny import alone
 
@@ -34,12 +41,25 @@ def tensors(seed: int = 0) -> dict[str, torch.Tensor]:
     return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
 
 
-def progress(step: int) -> Progress:
-    return Progress(step=step, updates=step - 1, loss_scale={"scale": 512.0, "good_steps": 3}, corpus="abc")
+def pieces(named: dict[str, torch.Tensor]) -> dict[str, Any]:
+    return {name: whole_piece(tensor) for name, tensor in named.items()}
 
 
-def save(folder: Path, step: int = 4, keep_last: int = 0, seed: int = 0) -> Path:
-    return save_checkpoint(folder, tensors(seed), progress(step), {"config.yaml": "model: {}\n"}, keep_last)
+def progress(step: int, eval_loss: float | None = None) -> Progress:
+    return Progress(step, step - 1, {"scale": 512.0, "good_steps": 3}, "abc", eval_loss)
+
+
+def save(folder: Path, step: int = 4, keep_last: int = 0, seed: int = 0, eval_loss: float | None = None) -> Path:
+    engine = Engine(output_dir=str(folder), keep_last=keep_last, keep_best=eval_loss is not None)
+    with Saver(engine, folder) as opened:
+        opened.save(pieces(tensors(seed)), progress(step, eval_loss), {"config.yaml": "model: {}\n"})
+    return folder / "checkpoints" / f"step_{step:08d}"
+
+
+def load(path: Path, *names: str) -> dict[str, torch.Tensor]:
+    found = {name: torch.full_like(tensor, torch.nan) for name, tensor in tensors().items() if name in names}
+    load_pieces(verify_checkpoint(path), pieces(found))
+    return found
 
 
 def names(folder: Path) -> list[str]:
@@ -53,19 +73,27 @@ def entries(folder: Path) -> list[str]:
 
 def test_what_is_loaded_is_what_was_saved_bit_for_bit(tmp_path: Path) -> None:
     path = save(tmp_path)
-    assert path == checkpoint_path(tmp_path, 4) == tmp_path / "checkpoints" / "step_00000004"
-    verify_checkpoint(path)
-    found = {name: torch.full_like(tensor, torch.nan) for name, tensor in tensors().items()}
-    load_tensors(path, found)
+    assert path == checkpoint_path(tmp_path, 4)
+    found = load(path, *tensors())
+    assert len(found) == 3
     assert all(torch.equal(found[name], tensor) for name, tensor in tensors().items())
-    assert load_progress(path) == progress(4)
+    assert load_progress(read_manifest(path)) == progress(4)
     assert (path / "config.yaml").read_text() == "model: {}\n"
 
 
 def test_a_part_of_the_tensors_can_be_loaded_alone(tmp_path: Path) -> None:
-    found = {"model.b": torch.zeros(7)}
-    load_tensors(save(tmp_path), found)
-    assert torch.equal(found["model.b"], tensors()["model.b"])
+    assert torch.equal(load(save(tmp_path), "model.b")["model.b"], tensors()["model.b"])
+
+
+def test_what_is_saved_is_what_the_tensors_held_when_saving_began(tmp_path: Path) -> None:
+    """The next step changes them while they are being written."""
+    changing = tensors()
+    with Saver(Engine(output_dir=str(tmp_path)), tmp_path) as opened:
+        opened.save(pieces(changing), progress(4), {})
+        for tensor in changing.values():
+            tensor.zero_()
+    found = load(checkpoint_path(tmp_path, 4), *tensors())  # type: ignore[arg-type]
+    assert all(torch.equal(found[name], tensor) for name, tensor in tensors().items())
 
 
 def test_a_folder_without_its_manifest_does_not_exist(tmp_path: Path) -> None:
@@ -73,36 +101,51 @@ def test_a_folder_without_its_manifest_does_not_exist(tmp_path: Path) -> None:
     path = save(tmp_path, 8)
     (path / "manifest.json").unlink()
     assert names(tmp_path) == ["step_00000004"]
-    assert find_checkpoint(tmp_path, "auto") == checkpoint_path(tmp_path, 4)
+    assert newest_checkpoint(tmp_path) == checkpoint_path(tmp_path, 4)
     with pytest.raises(CheckpointError, match=r"step_00000008 is not a checkpoint: it has no manifest.json"):
-        find_checkpoint(tmp_path, str(path))
+        named_checkpoint("engine.resume", str(path))
     # and saving that step again puts a whole one in its place
     verify_checkpoint(save(tmp_path, 8, seed=1))
     assert names(tmp_path) == ["step_00000004", "step_00000008"]
 
 
-@pytest.mark.parametrize("moment", ["_write_synced", "_checksum", "_commit", "_sync_folder"])
-def test_a_save_that_is_cut_short_leaves_no_checkpoint_and_harms_none(
+@pytest.mark.parametrize("moment", ["write_share", "commit_checkpoint"])
+def test_a_save_that_fails_is_a_sentence_and_harms_no_checkpoint(
     tmp_path: Path, moment: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = save(tmp_path, 4)
 
-    def cut(*args: object) -> None:
+    def full(*args: object) -> None:
+        raise OSError(28, "No space left on device", "/somewhere")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(saver, moment, full)
+        with pytest.raises(CheckpointError, match=r"step 8 could not be saved: /somewhere: No space left on device"):
+            save(tmp_path, 8)
+    assert entries(tmp_path) == ["step_00000004"], "nothing is left in the way"
+    verify_checkpoint(before)
+    assert torch.equal(load(save(tmp_path, 8, seed=1), "model.a")["model.a"], tensors(1)["model.a"])
+
+
+@pytest.mark.parametrize("moment", ["write_file", "sync_folder", "remove_folder"])
+def test_a_save_that_is_killed_leaves_no_checkpoint_and_the_next_run_removes_what_is_left(
+    tmp_path: Path, moment: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = save(tmp_path, 4)
+
+    def kill(*args: object) -> None:
         raise KeyboardInterrupt
 
+    folder = begin_checkpoint(tmp_path, 8)
+    share = write_share(folder, 0, pieces(tensors()))
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr(store, moment, cut)
-        save(tmp_path, 8)
-    assert list((tmp_path / "checkpoints").glob(".step_00000008.writing/tensors/*")), "it had got as far as the tensors"
+        patched.setattr(store, moment, kill)
+        store.commit_checkpoint(tmp_path, progress(8), {}, [share])
+    assert entries(tmp_path) == [".step_00000008.writing", "step_00000004"]
     assert names(tmp_path) == ["step_00000004"]
     verify_checkpoint(before)
-
-    path = save(tmp_path, 8, seed=1)
-    verify_checkpoint(path)
-    found = {name: torch.zeros_like(tensor) for name, tensor in tensors().items()}
-    load_tensors(path, found)
-    assert torch.equal(found["model.a"], tensors(1)["model.a"])
-    assert entries(tmp_path) == ["step_00000004", "step_00000008"]
+    with Saver(Engine(output_dir=str(tmp_path)), tmp_path):
+        assert entries(tmp_path) == ["step_00000004"]
 
 
 def test_everything_is_on_disk_before_the_rename_that_commits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,8 +158,7 @@ def test_everything_is_on_disk_before_the_rename_that_commits(tmp_path: Path, mo
         real_fsync(descriptor)
 
     def rename(source: Path, target: Path) -> Path:
-        if target.name.startswith("step_"):
-            events.append("rename")
+        events.append("rename")
         return real_rename(source, target)
 
     monkeypatch.setattr(os, "fsync", fsync)
@@ -124,9 +166,8 @@ def test_everything_is_on_disk_before_the_rename_that_commits(tmp_path: Path, mo
     path = save(tmp_path)
     committed = events.index("rename")
     files = {file.name for file in path.rglob("*") if file.is_file()}
-    assert {"manifest.json", "progress.json", "config.yaml", ".metadata"} < files
-    synced = {event.removesuffix(".tmp") for event in events[:committed]}
-    assert files <= synced
+    assert {"manifest.json", "progress.json", "config.yaml", "index.json", "rank_00000.safetensors"} == files
+    assert files <= set(events[:committed])
     assert {"tensors", ".step_00000004.writing"} <= set(events[:committed]), "the folders' own entries"
     assert events[committed + 1 :] == ["checkpoints"], "and the rename itself"
 
@@ -146,21 +187,23 @@ def test_the_last_checkpoints_are_kept(tmp_path: Path, keep_last: int, kept: lis
     assert entries(tmp_path) == names(tmp_path), "nothing of the others is left"
 
 
+def test_the_best_checkpoint_is_kept_too(tmp_path: Path) -> None:
+    for step, eval_loss in ((1, 3.0), (2, 2.0), (3, 2.5), (4, 2.6)):
+        save(tmp_path, step, keep_last=1, eval_loss=eval_loss)
+    assert names(tmp_path) == ["step_00000002", "step_00000004"]
+
+
 def test_a_removal_cut_short_leaves_no_half_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save(tmp_path, 1)
+    for step in (1, 2):
+        save(tmp_path, step)
 
-    def cut(path: Path, **_: object) -> None:
-        if path.name == "step_00000001":
-            raise KeyboardInterrupt
+    def kill(path: Path) -> None:
+        raise KeyboardInterrupt
 
-    monkeypatch.setattr(shutil, "rmtree", cut)
+    monkeypatch.setattr(store, "remove_folder", kill)
     with pytest.raises(KeyboardInterrupt):
-        save(tmp_path, 2, keep_last=1)
+        store.remove_old(tmp_path, keep_last=1, keep_best=False)
     assert names(tmp_path) == ["step_00000002"]
-
-
-def data_file(path: Path) -> Path:
-    return max((path / "tensors").iterdir(), key=lambda file: file.stat().st_size)
 
 
 def cut_short(file: Path) -> None:
@@ -174,15 +217,9 @@ def flip_a_bit(file: Path) -> None:
     file.write_bytes(content)
 
 
-FILES: dict[str, Callable[[Path], Path]] = {
-    "tensors": data_file,
-    "metadata": lambda path: path / "tensors" / ".metadata",
-    "progress": lambda path: path / "progress.json",
-    "config": lambda path: path / "config.yaml",
-}
-
-
-@pytest.mark.parametrize("which", FILES)
+@pytest.mark.parametrize(
+    "name", ["tensors/rank_00000.safetensors", "tensors/index.json", "progress.json", "config.yaml"]
+)
 @pytest.mark.parametrize(
     ("damage", "sentence"),
     [
@@ -193,47 +230,90 @@ FILES: dict[str, Callable[[Path], Path]] = {
     ids=["cut short", "bit flipped", "missing"],
 )
 def test_damage_is_found_and_the_file_named(
-    tmp_path: Path, which: str, damage: Callable[[Path], None], sentence: str
+    tmp_path: Path, name: str, damage: Callable[[Path], None], sentence: str
 ) -> None:
     path = save(tmp_path)
-    file = FILES[which](path)
-    damage(file)
-    with pytest.raises(CheckpointError, match=sentence) as caught:
+    damage(path / name)
+    with pytest.raises(DamagedError, match=sentence) as caught:
         verify_checkpoint(path)
-    assert str(caught.value).startswith(str(file))
+    assert str(caught.value).startswith(str(path / name))
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", "{}", '"format"', '{"format": 1}', "\udcff"])
-def test_a_damaged_manifest_is_a_sentence(tmp_path: Path, content: str) -> None:
+def test_a_file_that_does_not_belong_is_found(tmp_path: Path) -> None:
+    path = save(tmp_path)
+    (path / "tensors" / "rank_00001.safetensors").write_bytes(b"")
+    with pytest.raises(DamagedError, match=r"rank_00001.safetensors is not a file of this checkpoint"):
+        verify_checkpoint(path)
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "{}", '"format"', '{"format": 2}', "\udcff"])
+def test_a_manifest_that_is_none_is_a_sentence(tmp_path: Path, content: str) -> None:
     path = save(tmp_path)
     (path / "manifest.json").write_text(content, encoding="utf-8", errors="surrogateescape")
-    with pytest.raises(CheckpointError, match=r"manifest.json is damaged"):
+    with pytest.raises(DamagedError, match=r"manifest.json is damaged"):
         verify_checkpoint(path)
 
 
-def test_a_newer_format_is_refused(tmp_path: Path) -> None:
+def test_a_bit_flipped_anywhere_in_the_manifest_is_noticed(tmp_path: Path) -> None:
     path = save(tmp_path)
-    manifest = json.loads((path / "manifest.json").read_text())
-    assert manifest["format"] == store.FORMAT
-    (path / "manifest.json").write_text(json.dumps({**manifest, "format": store.FORMAT + 1}))
-    with pytest.raises(CheckpointError, match=r"format 2, and this version of fourfold reads up to 1; use a newer"):
+    whole = (path / "manifest.json").read_bytes()
+    for place in range(len(whole)):
+        damaged = bytearray(whole)
+        damaged[place] ^= 1 << place % 8
+        (path / "manifest.json").write_bytes(damaged)
+        with pytest.raises(DamagedError):
+            read_manifest(path)
+
+
+def test_a_newer_format_is_refused_and_not_taken_for_damage(tmp_path: Path) -> None:
+    path = save(tmp_path)
+    body = json.loads((path / "manifest.json").read_text())
+    assert body.pop("xxh3") and body["format"] == FORMAT
+    body["format"] += 1
+    body["xxh3"] = xxhash.xxh3_64_hexdigest(json.dumps(body).encode())
+    (path / "manifest.json").write_text(json.dumps(body, indent=1) + "\n")
+    with pytest.raises(CheckpointError, match=rf"format {FORMAT + 1}, .* reads up to {FORMAT}; use a newer") as caught:
         verify_checkpoint(path)
+    assert not isinstance(caught.value, DamagedError)
 
 
 @pytest.mark.parametrize(
-    "wanted",
-    [{"model.a": torch.zeros(3, 6)}, {"model.c": torch.zeros(2)}],
+    ("wanted", "sentence"),
+    [
+        ({"model.a": torch.zeros(3, 6)}, r"its model.a has the shape \(3, 5\), and this model's has \(3, 6\)"),
+        ({"model.c": torch.zeros(2)}, "it has no model.c"),
+    ],
     ids=["another shape", "a tensor that is not there"],
 )
-def test_tensors_that_do_not_fit_are_a_sentence(tmp_path: Path, wanted: dict[str, torch.Tensor]) -> None:
-    with pytest.raises(CheckpointError, match=r"step_00000004 cannot be read into this model"):
-        load_tensors(save(tmp_path), wanted)
+def test_tensors_that_do_not_fit_are_a_sentence(tmp_path: Path, wanted: dict[str, torch.Tensor], sentence: str) -> None:
+    with pytest.raises(CheckpointError, match=rf"step_00000004 cannot be read into this model: {sentence}"):
+        load_pieces(read_manifest(save(tmp_path)), pieces(wanted))
 
 
 def test_resume_finds_the_newest_none_or_the_one_named(tmp_path: Path) -> None:
-    assert find_checkpoint(tmp_path, "auto") is None
+    def found(folder: Path, resume: str) -> object:
+        manifest = find_together(folder, resume)
+        return manifest and manifest.path
+
+    assert found(tmp_path, "auto") is None
     paths = [save(tmp_path, step) for step in (2, 11)]
-    assert find_checkpoint(tmp_path, "auto") == paths[1]
-    assert find_checkpoint(tmp_path, "never") is None
-    assert find_checkpoint(tmp_path / "other", str(paths[0])) == paths[0]
-    assert find_checkpoint(tmp_path / "other", str(tmp_path)) == paths[1], "a run's folder means its newest"
+    assert found(tmp_path, "auto") == paths[1]
+    assert found(tmp_path, "never") is None
+    assert found(tmp_path / "other", str(paths[0])) == paths[0]
+    assert found(tmp_path / "other", str(tmp_path)) == paths[1], "a run's folder means its newest"
+
+
+def test_resume_auto_passes_over_a_damaged_checkpoint_and_keeps_what_is_left_of_it(tmp_path: Path) -> None:
+    sound, damaged = save(tmp_path, 2), save(tmp_path, 4)
+    flip_a_bit(damaged / "tensors" / "rank_00000.safetensors")
+    found = find_together(tmp_path, "auto")
+    assert found is not None and found.path == sound
+    assert entries(tmp_path) == ["step_00000002", "step_00000004.damaged1"]
+
+
+def test_a_damaged_checkpoint_that_was_named_is_not_replaced_by_another(tmp_path: Path) -> None:
+    _, damaged = save(tmp_path, 2), save(tmp_path, 4)
+    flip_a_bit(damaged / "config.yaml")
+    with pytest.raises(DamagedError):
+        find_together(tmp_path, str(damaged))
+    assert entries(tmp_path) == ["step_00000002", "step_00000004"]

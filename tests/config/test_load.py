@@ -358,11 +358,26 @@ def test_every_preset_has_heads_that_divide_its_width() -> None:
 
 def test_an_unknown_model_is_told_the_presets(tmp_path: Path) -> None:
     problem = only_problem_of(tmp_path, None, "--model_name_or_path gpt5")
-    assert "'gpt5' is not a preset" in problem and "gpt3-175B" in problem
+    assert "'gpt5' is neither a preset nor a checkpoint" in problem and "gpt3-175B" in problem
 
 
-def test_a_path_as_model_is_said_to_be_unsupported(tmp_path: Path) -> None:
-    assert "not supported yet" in only_problem_of(tmp_path, None, f"--model_name_or_path {tmp_path}")
+def test_a_folder_without_a_config_is_no_checkpoint(tmp_path: Path) -> None:
+    assert "neither a preset nor a checkpoint" in only_problem_of(tmp_path, None, f"--model_name_or_path {tmp_path}")
+
+
+def test_a_checkpoint_as_model_gives_its_shape(tmp_path: Path) -> None:
+    saved = from_args("--num_layers 3 --hidden_size 48 --num_attention_heads 6 --ffn_hidden_size 96 --vocab_size 77")
+    (tmp_path / "config.yaml").write_text(dump_config(saved), encoding="utf-8")
+    found = from_args(f"--model_name_or_path {tmp_path} --hidden_dropout_prob 0.1 --ffn_hidden_size auto").model
+    assert (found.num_layers, found.hidden_size, found.num_attention_heads) == (3, 48, 6)
+    assert (found.ffn_hidden_size, found.vocab_size, found.hidden_dropout_prob) == (96, 77, 0.1)
+    problem = only_problem_of(tmp_path, None, f"--model_name_or_path {tmp_path} --num_layers 4")
+    assert "model.num_layers = 4 differs from 3 in the checkpoint" in problem
+
+
+def test_max_time_is_written_as_slurm_does() -> None:
+    for written, seconds in {"90": 90, "30:00": 1800, "1:30:00": 5400, "2-00:00:30": 172830}.items():
+        assert from_args(f"--max_time {written}").engine.max_time == seconds
 
 
 # Dump

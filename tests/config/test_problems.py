@@ -29,7 +29,7 @@ def test_the_defaults_with_a_text_have_no_problems() -> None:
 
 def test_a_missing_text_is_a_problem() -> None:
     assert problems(Config(), 1) == [
-        "data.input_dir is missing; give a text file, a folder of text files, or builtin:pydoc"
+        "data.input_dir is missing; give a text file, a folder of text files, token files, or builtin:pydoc"
     ]
 
 

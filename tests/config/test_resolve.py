@@ -110,7 +110,7 @@ def test_resolving_leaves_auto_only_where_the_data_decides() -> None:
         for key, value in section.items()
         if value == "auto" and key != "resume"
     ]
-    assert autos == ["vocab_size", "decay_steps"]
+    assert autos == ["vocab_size", "tokenizer", "eos_token_id", "decay_steps"]
     assert (resolved.model.ffn_hidden_size, resolved.model.max_position_embeddings) == (3072, 1024)
     assert (resolved.data.sample_stride, resolved.engine.num_train_epochs) == (1024, 1)
 

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from fourfold.config.schema import Data
-from fourfold.data.corpus import Corpus, find_text_files, load_corpus, read_text
+from fourfold.data.corpus import Corpus, load_corpus
+from fourfold.data.text import find_text_files, read_text
 from fourfold.data.tokenizer import CharacterTokenizer
 from fourfold.errors import DataError
 
@@ -61,7 +62,7 @@ def test_a_missing_file_is_named_with_its_nearest_sibling(tmp_path: Path) -> Non
     sentence = refusal(wanted)
     assert f"data.input_dir = '{wanted}' does not exist" in sentence
     assert f"did you mean '{tmp_path / 'shakespeare.txt'}'?" in sentence
-    assert "give a text file, a folder of text files, or builtin:pydoc" in sentence
+    assert "give a text file, a folder of text files, token files, or builtin:pydoc" in sentence
 
 
 def test_a_missing_folder_on_the_way_is_named(tmp_path: Path) -> None:
@@ -154,14 +155,14 @@ def test_an_input_that_is_not_set_is_refused(unset: str | None) -> None:
 
 def test_a_corpus_holds_the_text_as_tokens_and_its_samples(tmp_path: Path) -> None:
     found = corpus(tmp_path / "a.txt")
-    assert found.tokenizer.decode(found.tokens) == "hello, world\n" * 100
-    assert found.num_characters == 1300
-    assert [part[:2].tolist() for part in found.splits] == [[0, 8], [1040, 1048], [1170, 1178]]
+    assert found.tokenizer.decode(found.splits.train.tokens) == "hello, world\n" * 100
+    assert "1,300 characters, 10 unique" in found.description
+    assert [part.starts[:2].tolist() for part in found.splits] == [[0, 8], [1040, 1048], [1170, 1178]]
 
 
 def test_the_sample_stride_is_the_sequence_unless_it_is_set(tmp_path: Path) -> None:
-    assert np.diff(corpus(tmp_path / "a.txt").splits.train).tolist()[0] == 8
-    assert np.diff(corpus(tmp_path / "a.txt", sample_stride=3).splits.train).tolist()[0] == 3
+    assert np.diff(corpus(tmp_path / "a.txt").splits.train.starts).tolist()[0] == 8
+    assert np.diff(corpus(tmp_path / "a.txt", sample_stride=3).splits.train.starts).tolist()[0] == 3
 
 
 def test_the_fingerprint_changes_with_the_text_and_with_nothing_else(tmp_path: Path) -> None:

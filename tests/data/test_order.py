@@ -4,7 +4,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fourfold.data.order import (
-    Splits,
+    Passes,
+    Starts,
     batch_in_epoch,
     epoch_of,
     epoch_order,
@@ -27,7 +28,7 @@ def split(
     split_by: str = "position",
     seed: int = 1,
     needs_valid: bool = False,
-) -> Splits:
+) -> Starts:
     return split_samples(num_tokens, max_seq_len, stride, ratios, split_by, seed, needs_valid)  # type: ignore[arg-type]
 
 
@@ -202,7 +203,7 @@ def test_sample_keys_do_not_collide_over_seeds_steps_and_rows() -> None:
 def test_epochs_end_with_the_step_that_shows_their_last_sample(
     num_samples: int, global_batch_size: int, epochs: int
 ) -> None:
-    steps = steps_for_epochs(num_samples, global_batch_size, epochs)
+    steps = steps_for_epochs(Passes(num_samples), global_batch_size, epochs)
     assert steps * global_batch_size >= epochs * num_samples
     assert (steps - 1) * global_batch_size < epochs * num_samples
 
@@ -211,7 +212,7 @@ def test_epochs_end_with_the_step_that_shows_their_last_sample(
 def test_batches_are_counted_from_zero_in_each_epoch(num_samples: int, global_batch_size: int) -> None:
     previous_epoch, expected = 0, 0
     for step in range(60):
-        epoch = epoch_of(num_samples, global_batch_size, step)
+        epoch = epoch_of(Passes(num_samples), global_batch_size, step)
         expected = expected if epoch == previous_epoch else 0
-        assert batch_in_epoch(num_samples, global_batch_size, step) == expected
+        assert batch_in_epoch(Passes(num_samples), global_batch_size, step) == expected
         previous_epoch, expected = epoch, expected + 1

@@ -92,9 +92,9 @@ def test_the_fingerprint_is_the_same_in_every_version() -> None:
     [
         (None, "No such file"),
         ("{", "is not JSON"),
-        ("[1]", "has type None; known types are: characters"),
-        ('{"type": "bpe"}', "has type 'bpe'; known types are: characters"),
-        ('{"type": ["characters"]}', "known types are: characters"),
+        ("[1]", "has type None; known types are: characters, bpe, numbers"),
+        ('{"type": "bpe2"}', "has type 'bpe2'; known types are: characters, bpe, numbers"),
+        ('{"type": ["characters"]}', "known types are: characters, bpe, numbers"),
         ('{"type": "characters"}', "is damaged"),
         ('{"type": "characters", "characters": "aa"}', "distinct characters; it holds 'aa'"),
     ],

@@ -75,6 +75,15 @@ def test_a_temperature_next_to_zero_is_greedy_and_not_an_error(gpt: GPT) -> None
     assert generate(gpt, changed(SAMPLED, temperature=1e-39), [1, 2, 3]) == generate(gpt, GREEDY, [1, 2, 3])
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_model_that_diverged_is_a_sentence(temperature: float) -> None:
+    gpt = built(MODEL)
+    with torch.no_grad():
+        gpt.get_parameter("norm.weight").fill_(torch.nan)
+    with pytest.raises(CheckpointError, match="its training has diverged"):
+        generate(gpt, changed(SAMPLED, temperature=temperature), [1])
+
+
 def test_the_same_seed_gives_the_same_text_and_another_another(gpt: GPT) -> None:
     assert generate(gpt, SAMPLED, [1]) == generate(gpt, SAMPLED, [1])
     assert generate(gpt, SAMPLED, [1]) != generate(gpt, changed(SAMPLED, seed=99), [1])

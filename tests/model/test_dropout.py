@@ -4,8 +4,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fourfold.layout.stages import pipe_stages
 from fourfold.model.dropout import Dropout
+from fourfold.model.gpt import GPT
 from fourfold.model.stateless import bernoulli_btd
+from tests.tiny import built, tiny_model
 
 P = 0.1
 WIDTH = 256
@@ -110,6 +113,18 @@ def test_no_row_and_no_channel_is_favoured() -> None:
         each = kept.numel() / counts.numel()
         chi_square = ((counts - each / 2) ** 2 / (each / 4)).mean().item()
         assert abs(chi_square - 1) < 6 * (2 / counts.numel()) ** 0.5
+
+
+def test_every_place_in_a_model_has_a_mask_of_its_own_and_keeps_it_on_a_pipe_stage() -> None:
+    model = tiny_model(num_layers=4, hidden_dropout_prob=P)
+
+    def sites(gpt: GPT) -> dict[str, int]:
+        return {name: module.site for name, module in gpt.named_modules() if isinstance(module, Dropout)}
+
+    whole = sites(built(model))
+    assert len(whole) == len(set(whole.values())) == 1 + 2 * 4
+    staged = [sites(built(model, stage=stage)) for stage in pipe_stages(4, 3)]
+    assert {name: site for each in staged for name, site in each.items()} == whole
 
 
 def test_rows_and_channels_agree_in_pairs_as_often_as_chance_has_it() -> None:

@@ -84,6 +84,8 @@ BF16 = {"use_amp": True, "amp_dtype": "bfloat16"}
 FP16 = {"use_amp": True, "amp_dtype": "float16"}
 # overflows whatever the layout, so every step is skipped, on all ranks or the run hangs
 OVERFLOW = {"scale_loss": 2.0**100}
+# a space ends a document here, so that every sequence holds several
+DOCUMENTS = {"eos_token_id": 1, "eod_mask_loss": True, "reset_position_ids": True, "reset_attention_mask": True}
 EIGHT_LAYERS = {"num_layers": 8}
 EIGHT_HEADS = {"num_attention_heads": 8}
 
@@ -158,6 +160,11 @@ def _cases() -> list[Case]:
     add("dp2-sd2-mp2-stage1", layout(dp=2, sd=2, mp=2))
     add("dp2-sd2-mp2-stage3-sp", layout(dp=2, sd=2, mp=2, stage=3), SP)
     add("mp2-sd4-stage2", layout(mp=2, sd=4, stage=2))
+    add("mp2-sp-documents", layout(mp=2), SP, DOCUMENTS)
+    add("pp2-documents", layout(pp=2), DOCUMENTS)
+    add("pp2-zbv-documents", layout(pp=2), SCHEDULES["zbv"], DOCUMENTS)
+    add("sd2-stage3-documents", layout(sd=2, stage=3), DOCUMENTS, {"micro_batch_size": 2})
+    add("mp2-recompute-documents", layout(mp=2), RECOMPUTE | {"recompute_granularity": "core_attn"}, DOCUMENTS)
     for name, keys in {
         "dp8": layout(dp=8),
         "mp8": layout(mp=8) | EIGHT_HEADS,

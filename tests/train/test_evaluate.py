@@ -13,7 +13,7 @@ DROPOUT = {"hidden_dropout_prob": 0.3, "attention_probs_dropout_prob": 0.3}
 
 def mean_loss(outcome: Outcome, starts: list[int]) -> float:
     """By hand: every named sample once, in float64, without chunks, batches or padding."""
-    tokens = torch.from_numpy(outcome.run.corpus.tokens.astype("int64"))
+    tokens = torch.from_numpy(outcome.run.corpus.splits.valid.tokens.astype("int64"))
     gpt = outcome.run.parallel.parts[0].eval()
     total, count = 0.0, 0
     with torch.no_grad():
@@ -29,7 +29,7 @@ def mean_loss(outcome: Outcome, starts: list[int]) -> float:
 def test_the_whole_split_is_evaluated_and_each_token_weighs_the_same(tmp_path: Path, micro: int) -> None:
     """A last batch of three samples must not weigh as much as the full ones, nor its padding at all."""
     outcome = run_training(tiny_config(tmp_path, max_steps=2, eval_iters=-1, micro_batch_size=micro, **DROPOUT))
-    starts = outcome.run.corpus.splits.valid.tolist()
+    starts = outcome.run.corpus.splits.valid.starts.tolist()
     assert len(starts) > 8 and len(starts) % 8 not in (0, 1)
     assert outcome.eval_loss == pytest.approx(mean_loss(outcome, starts), rel=1e-6)
     assert curve(tmp_path / "run", "eval_loss") == {2: outcome.eval_loss}
@@ -37,7 +37,7 @@ def test_the_whole_split_is_evaluated_and_each_token_weighs_the_same(tmp_path: P
 
 def test_a_few_batches_are_spread_over_the_whole_split(tmp_path: Path) -> None:
     outcome = run_training(tiny_config(tmp_path, max_steps=1, eval_iters=2, **DROPOUT))
-    starts = outcome.run.corpus.splits.valid.tolist()
+    starts = outcome.run.corpus.splits.valid.starts.tolist()
     chosen = [starts[i * len(starts) // 16] for i in range(16)]
     assert len(set(chosen)) == 16
     assert outcome.eval_loss == pytest.approx(mean_loss(outcome, chosen), rel=1e-6)

@@ -2,17 +2,19 @@ import itertools
 import json
 import shutil
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from fourfold.checkpoint.store import CheckpointError, complete_checkpoints
+from fourfold.checkpoint.store import complete_checkpoints
 from fourfold.config.load import load_config
 from fourfold.config.resolve import resolve
 from fourfold.config.schema import Config
-from fourfold.errors import ConfigError, DataError
+from fourfold.errors import CheckpointError, ConfigError, DataError
 from fourfold.train import loop
 from fourfold.train.loop import Outcome
 from tests.tiny import curve, metrics_of, run_training, tiny_config, write_text
@@ -102,8 +104,6 @@ def test_the_config_left_behind_repeats_the_run_bit_for_bit(tmp_path: Path) -> N
     again = run_training(resolve(left, 1, has_gpu=False))
     assert curve(tmp_path / "again", "loss") == curve(tmp_path / "run", "loss")
     assert_equal_weights(again, first)
-    lines = (tmp_path / "run" / "config.yaml").read_text().splitlines()
-    assert [line for line in lines if line.endswith(" auto")] == ["  resume: auto"], "nothing is left to be guessed"
 
 
 def test_a_run_counted_in_epochs_sees_every_sample_and_repeats_from_its_config(tmp_path: Path) -> None:
@@ -263,17 +263,48 @@ def test_a_run_is_not_begun_among_checkpoints_that_it_would_mistake_for_its_own(
     assert complete_checkpoints(tmp_path / "run") == [second, fourth]
 
 
-@pytest.mark.parametrize("which", ["tokenizer.json", "config.yaml", "progress.json", "tensors/__0_0.distcp"])
-def test_a_run_does_not_go_on_from_a_damaged_checkpoint(tmp_path: Path, which: str, trained: Path) -> None:
-    shutil.copytree(trained, tmp_path / "run")
-    file = complete_checkpoints(tmp_path / "run")[0] / which
+@pytest.mark.parametrize(
+    "which", ["tokenizer.json", "config.yaml", "progress.json", "tensors/index.json", "tensors/rank_00000.safetensors"]
+)
+def test_a_damaged_checkpoint_is_passed_over_loudly_and_the_run_goes_on_from_the_one_before(
+    tmp_path: Path, which: str
+) -> None:
+    config = tiny_config(tmp_path, max_steps=4, save_steps=2, num_layers=1)
+    run_training(config)
+    expected = curve(tmp_path / "run", "loss")
+    file = complete_checkpoints(tmp_path / "run")[-1] / which
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
-    with pytest.raises(CheckpointError) as caught:
-        run_training(tiny_config(tmp_path, max_steps=4, input_dir=trained.parent / "text.txt"))
-    assert str(caught.value).startswith(str(file))
-    assert len(curve(tmp_path / "run", "loss")) == 2, "what the first run wrote is left alone"
+
+    outcome = run_training(config)
+
+    assert outcome.run.first_step == 2
+    assert curve(tmp_path / "run", "loss") == expected
+    [line] = [line for line in (tmp_path / "run" / "logs" / "workerlog.0").read_text().splitlines() if "PASSED" in line]
+    assert str(file) in line
+
+
+def test_two_runs_do_not_share_an_output_dir(tmp_path: Path) -> None:
+    config = tiny_config(tmp_path, max_steps=1)
+    holder = (
+        "import sys; from pathlib import Path\n"
+        "from tests.tiny import alone; from fourfold.checkpoint.lock import Lock\n"
+        "with alone(), Lock(Path(sys.argv[1])): print('held', flush=True); sys.stdin.read()"
+    )
+    root = Path(__file__).parents[2]
+    with subprocess.Popen(
+        [sys.executable, "-c", holder, str(tmp_path / "run")],
+        cwd=root,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as other:
+        assert other.stdout is not None and other.stdout.readline() == "held\n"
+        with pytest.raises(CheckpointError, match=rf"is in use by another run, process {other.pid} on "):
+            run_training(config)
+        other.kill()
+    assert run_training(config).step == 1, "a lock ends with its process, however that ends"
 
 
 @pytest.fixture(scope="module")
@@ -286,6 +317,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_what_a_run_leaves_is_where_it_should_be(trained: Path) -> None:
     assert {path.name for path in trained.iterdir()} == {
+        ".lock",
         "config.yaml",
         "metrics.jsonl",
         "checkpoints",

@@ -1,0 +1,143 @@
+"""Saving while training goes on: the step waits for one copy to host memory, a thread does the rest.
+
+There is one copy per rank, made once and used again: a save that begins while the last one is still being written waits
+for it. What fails in the thread fails on all ranks, and training hears of it at its next step.
+"""
+
+import logging
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Self
+
+import torch
+import torch.distributed as dist
+
+from fourfold.checkpoint.paths import AnyPath, locate, send_beside
+from fourfold.checkpoint.state import Piece, Progress
+from fourfold.checkpoint.store import (
+    begin_checkpoint,
+    checkpoint_path,
+    commit_checkpoint,
+    is_complete,
+    remove_leftovers,
+    remove_old,
+    remove_unfinished,
+    write_share,
+    writing_path,
+)
+from fourfold.checkpoint.together import on_all, on_first
+from fourfold.config.schema import Engine
+from fourfold.errors import CheckpointError
+
+log = logging.getLogger("fourfold")
+
+TIMEOUT_S = 6 * 3600.0
+"""How long ranks wait for the slowest disk; a rank that has died is noticed at once."""
+FIRST_GUESS_BYTES_PER_S = 1e8
+"""How fast a save is taken to be before one has been timed."""
+
+
+class Saver:
+    """Owns the copy and the thread; made by all ranks together. Leaving the block waits for the last save."""
+
+    def __init__(self, engine: Engine, beside: Path) -> None:
+        """`beside` is the local folder whose files follow each checkpoint to a remote output_dir."""
+        self.output: AnyPath = locate(engine.output_dir)
+        self.engine = engine
+        self.beside = beside
+        # collectives of the thread must not meet those of the step
+        self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=TIMEOUT_S))
+        self.copies: dict[str, torch.Tensor] = {}
+        self.thread: threading.Thread | None = None
+        self.error: CheckpointError | None = None
+        self.slowest_s = 0.0
+        on_first(lambda: remove_leftovers(self.output), self.group)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.wait()
+        elif issubclass(kind, Exception) and self.thread:  # not a second Ctrl-C, which stops at once
+            self.thread.join()
+
+    @property
+    def has_failed(self) -> bool:
+        return self.error is not None
+
+    @property
+    def expected_s(self) -> float:
+        """How long the next save will take, to judge by those before it."""
+        return self.slowest_s or sum(copy.nbytes for copy in self.copies.values()) / FIRST_GUESS_BYTES_PER_S
+
+    def save(self, pieces: dict[str, Piece], progress: Progress, texts: dict[str, str]) -> float:
+        """Begin to save; the seconds that training waited. Raises what an earlier save came to."""
+        began_s = time.perf_counter()
+        self.wait()
+        copied = self._copy(pieces)
+        self.thread = threading.Thread(
+            target=self._run, args=(copied, progress, texts, began_s), name="saver", daemon=True
+        )
+        self.thread.start()
+        if not self.engine.async_save:
+            self.wait()
+        return time.perf_counter() - began_s
+
+    def wait(self) -> None:
+        """Until nothing is being written."""
+        if self.thread:
+            self.thread.join()
+            self.thread = None
+        if self.error:
+            raise self.error
+
+    @torch.no_grad()
+    def _copy(self, pieces: dict[str, Piece]) -> dict[str, Piece]:
+        """What this rank writes, out of reach of the next step."""
+        copied = {}
+        for name, piece in pieces.items():
+            if not piece.is_written_here or not piece.tensor.numel():
+                continue
+            if name not in self.copies:
+                self.copies[name] = torch.empty(
+                    piece.tensor.shape, dtype=piece.tensor.dtype, pin_memory=piece.tensor.is_cuda
+                )
+            self.copies[name].copy_(piece.tensor, non_blocking=True)
+            copied[name] = piece._replace(tensor=self.copies[name])
+        if any(piece.tensor.is_cuda for piece in pieces.values()):
+            torch.cuda.synchronize()
+        return copied
+
+    def _run(self, pieces: dict[str, Piece], progress: Progress, texts: dict[str, str], began_s: float) -> None:
+        try:
+            path = self._write(pieces, progress, texts)
+        except Exception as error:  # also a gloo that has lost a rank: nothing may die unheard in a thread
+            if dist.get_rank() == 0:
+                remove_unfinished(self.output, progress.step)
+            self.error = CheckpointError(
+                f"the checkpoint of step {progress.step} could not be saved: {error}; what was saved before is "
+                f"untouched, so make room or choose another engine.output_dir and go on from there"
+            )
+            return
+        took_s = time.perf_counter() - began_s
+        self.slowest_s = max(self.slowest_s, took_s)
+        if dist.get_rank() == 0:
+            log.info(f"saved {path} in {took_s:.2f} s")
+
+    def _write(self, pieces: dict[str, Piece], progress: Progress, texts: dict[str, str]) -> AnyPath:
+        path, folder = checkpoint_path(self.output, progress.step), writing_path(self.output, progress.step)
+        if on_first(lambda: is_complete(path), self.group):
+            return path
+        on_first(lambda: begin_checkpoint(self.output, progress.step), self.group)
+        shares = on_all(lambda: write_share(folder, dist.get_rank(), pieces), self.group)
+        on_first(lambda: commit_checkpoint(self.output, progress, texts, shares), self.group)
+        on_first(self._tidy, self.group)
+        return path
+
+    def _tidy(self) -> None:
+        """Only now that the new one is complete."""
+        remove_old(self.output, self.engine.keep_last, self.engine.keep_best)
+        send_beside(self.beside, self.output)
