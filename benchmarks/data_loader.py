@@ -34,7 +34,9 @@ def main() -> None:
                 lengths = np.full(len(tokens) // mean, mean)
                 part = Range(np.cumsum(lengths) - lengths, lengths)
                 source = Documents([tokens], [path], part, asked.seq, 1234, 50257)
-                with TrainLoader(source, 1234, asked.batch, range(asked.batch), 0, asked.workers, boundaries=boundaries) as loader:
+                with TrainLoader(
+                    source, 1234, asked.batch, range(asked.batch), 0, asked.workers, boundaries=boundaries
+                ) as loader:
                     loader.next_batch()
                     began_s = time.perf_counter()
                     for _ in range(asked.steps):

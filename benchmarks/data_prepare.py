@@ -72,23 +72,25 @@ def main() -> None:
         folder = Path(name)
         text_bytes = write_input(folder / "corpus.jsonl", asked.megabytes)
         print(f"{text_bytes / 1e6:,.0f} MB of text, {asked.workers} workers")
-        commands: dict[str, tuple[list[str], Path | None]] = {
+        commands: dict[str, tuple[list[str], list[str], Path | None]] = {
             "fourfold prepare": (
-                [sys.executable, "-m", "fourfold", "prepare", "corpus.jsonl", "--output_prefix", "ours/corpus"]
-                + ["--tokenizer", str(asked.tokenizer.resolve()), "--workers", str(asked.workers)],
+                [sys.executable, "-m", "fourfold", "prepare", "corpus.jsonl", "--output_prefix", "ours/corpus"],
+                ["--tokenizer", str(asked.tokenizer.resolve()), "--workers", str(asked.workers)],
                 folder,
             )
         }
         if asked.megatron:
             commands["Megatron preprocess_data"] = (
-                [sys.executable, "tools/preprocess_data.py", "--input", str(folder / "corpus.jsonl")]
-                + ["--output-prefix", str(folder / "theirs"), "--tokenizer-type", "HuggingFaceTokenizer", "--append-eod"]
-                + ["--tokenizer-model", str(asked.tokenizer.resolve().parent), "--workers", str(asked.workers)],
+                [sys.executable, "tools/preprocess_data.py", "--input", str(folder / "corpus.jsonl"), "--append-eod"],
+                [
+                    *("--output-prefix", str(folder / "theirs"), "--tokenizer-type", "HuggingFaceTokenizer"),
+                    *("--tokenizer-model", str(asked.tokenizer.resolve().parent), "--workers", str(asked.workers)),
+                ],
                 asked.megatron,
             )
         print(f"{'':<26}{'seconds':>10}{'MB/s':>10}{'MB/s per worker':>18}{'memory, MiB':>14}")
-        for title, (command, cwd) in commands.items():
-            took_s, most = measure(command, cwd)
+        for title, (command, options, cwd) in commands.items():
+            took_s, most = measure([*command, *options], cwd)
             speed = text_bytes / 1e6 / took_s
             print(f"{title:<26}{took_s:>10.1f}{speed:>10.2f}{speed / asked.workers:>18.2f}{most / 2**20:>14.0f}")
 

@@ -23,6 +23,7 @@ log = logging.getLogger("fourfold")
 
 LOCK = ".lock"
 BEAT_S = 10.0
+SETTLE_S = 1.0
 WATCHED_BEATS = 4
 """How many beats a lock of another machine may miss before its owner counts as dead."""
 
@@ -80,7 +81,9 @@ class Lock:
         tell_takeover(owner)
         mine = owner_here()
         self.file.write_text(json.dumps(mine))
-        self.is_over.wait(1.0)  # whoever else did the same at the same moment has overwritten it by now, or we theirs
+        self.is_over.wait(
+            SETTLE_S
+        )  # whoever else did the same at the same moment has overwritten it by now, or we theirs
         if (now := read_owner(self.file)) != mine:
             raise CheckpointError(self._refusal(now))
         self.heart = threading.Thread(target=self._beat, args=(mine,), name="lock", daemon=True)

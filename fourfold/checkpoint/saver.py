@@ -1,7 +1,8 @@
 """Saving while training goes on: the step waits for one copy to host memory, a thread does the rest.
 
 There is one copy per rank, made once and used again: a save that begins while the last one is still being written waits
-for it. What fails in the thread fails on all ranks, and training hears of it at its next step.
+for it. A synchronous save needs none. What fails in the thread fails on all ranks, and training hears of it at its next
+step.
 """
 
 import logging
@@ -30,9 +31,12 @@ from fourfold.checkpoint.store import (
 from fourfold.checkpoint.together import on_all, on_first
 from fourfold.config.schema import Engine
 from fourfold.errors import CheckpointError
+from fourfold.mesh.mesh import set_timeout
 
 log = logging.getLogger("fourfold")
 
+JOIN_TIMEOUT_S = 600.0
+"""How long ranks wait for each other to begin: one that dies before the group is made is noticed by nothing else."""
 TIMEOUT_S = 6 * 3600.0
 """How long ranks wait for the slowest disk; a rank that has died is noticed at once."""
 FIRST_GUESS_BYTES_PER_S = 1e8
@@ -48,7 +52,8 @@ class Saver:
         self.engine = engine
         self.beside = beside
         # collectives of the thread must not meet those of the step
-        self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=TIMEOUT_S))
+        self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=JOIN_TIMEOUT_S))
+        set_timeout(self.group, TIMEOUT_S)
         self.copies: dict[str, torch.Tensor] = {}
         self.thread: threading.Thread | None = None
         self.error: CheckpointError | None = None
@@ -73,11 +78,19 @@ class Saver:
         """How long the next save will take, to judge by those before it."""
         return self.slowest_s or sum(copy.nbytes for copy in self.copies.values()) / FIRST_GUESS_BYTES_PER_S
 
+    def reserve(self, pieces: dict[str, Piece]) -> None:
+        """Make room for the copy before the first save needs it, in the thread, so that the first is as fast as any."""
+        if self.engine.async_save:
+            self._make_room(pieces)
+            self.thread = threading.Thread(target=self._touch, name="saver", daemon=True)
+            self.thread.start()
+
     def save(self, pieces: dict[str, Piece], progress: Progress, texts: dict[str, str]) -> float:
         """Begin to save; the seconds that training waited. Raises what an earlier save came to."""
         began_s = time.perf_counter()
         self.wait()
-        copied = self._copy(pieces)
+        mine = {name: each for name, each in pieces.items() if each.is_written_here and each.tensor.numel()}
+        copied = self._copy(mine) if self.engine.async_save else mine
         self.thread = threading.Thread(
             target=self._run, args=(copied, progress, texts, began_s), name="saver", daemon=True
         )
@@ -97,19 +110,22 @@ class Saver:
     @torch.no_grad()
     def _copy(self, pieces: dict[str, Piece]) -> dict[str, Piece]:
         """What this rank writes, out of reach of the next step."""
-        copied = {}
+        self._make_room(pieces)
         for name, piece in pieces.items():
-            if not piece.is_written_here or not piece.tensor.numel():
-                continue
-            if name not in self.copies:
-                self.copies[name] = torch.empty(
-                    piece.tensor.shape, dtype=piece.tensor.dtype, pin_memory=piece.tensor.is_cuda
-                )
             self.copies[name].copy_(piece.tensor, non_blocking=True)
-            copied[name] = piece._replace(tensor=self.copies[name])
         if any(piece.tensor.is_cuda for piece in pieces.values()):
             torch.cuda.synchronize()
-        return copied
+        return {name: piece._replace(tensor=self.copies[name]) for name, piece in pieces.items()}
+
+    def _make_room(self, pieces: dict[str, Piece]) -> None:
+        for name, (tensor, _, _, is_written_here) in pieces.items():
+            if is_written_here and tensor.numel() and name not in self.copies:
+                self.copies[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+
+    def _touch(self) -> None:
+        """The system gives memory out page by page, at the first touch."""
+        for copy in self.copies.values():
+            copy.zero_()
 
     def _run(self, pieces: dict[str, Piece], progress: Progress, texts: dict[str, str], began_s: float) -> None:
         try:

@@ -73,10 +73,11 @@ Written = tuple[str, FileEntry, Index]
 
 
 def write_share(folder: AnyPath, rank: int, pieces: dict[str, Piece]) -> Written | None:
-    """One rank's blocks, which lie in host memory; None if it has nothing to write."""
+    """One rank's blocks; None if it has nothing to write."""
     if not pieces:
         return None
     name = f"{TENSORS}/rank_{rank:05d}.safetensors"
+    (folder / TENSORS).mkdir(parents=True, exist_ok=True)  # NFS may not show us yet that the first rank has made it
     return name, *write_pieces(folder / name, pieces)
 
 
@@ -87,6 +88,12 @@ def commit_checkpoint(
     path, folder = checkpoint_path(output_dir, progress.step), writing_path(output_dir, progress.step)
     written = [share for share in shares if share]
     files = {name: entry for name, entry, _ in written}
+    for name, entry in files.items():
+        if not (folder / name).exists() or (folder / name).stat().st_size != entry.bytes:
+            raise CheckpointError(
+                f"{folder / name} was written by another machine and is not seen by the first rank; engine.output_dir "
+                "must be a folder that all machines share"
+            )
     index = merge_indexes([index for _, _, index in written])
     small = {**texts, PROGRESS: json.dumps(asdict(progress), indent=1), INDEX: json.dumps(index, indent=0)}
     for name, text in small.items():

@@ -33,12 +33,12 @@ class Block(NamedTuple):
 
 
 def as_bytes(tensor: torch.Tensor) -> memoryview:
-    """A contiguous host tensor's own memory."""
-    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+    """A tensor's own memory if it is contiguous and on the host, else that of a copy."""
+    return memoryview(tensor.cpu().reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
 def write_pieces(path: AnyPath, pieces: dict[str, Piece]) -> tuple[FileEntry, Index]:
-    """One file with all the blocks, which lie in host memory, and their part of the index."""
+    """One file with all the blocks, and their part of the index."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, piece in pieces.items():

@@ -37,7 +37,9 @@ def inspect_command(context: typer.Context) -> None:
         return
     path, overrides = parse_flags(arguments)
     is_config = path is None or path.endswith((".yaml", ".yml"))
-    config = load_config(path if is_config else None, overrides if is_config else [("input_dir", path or ""), *overrides])
+    config = load_config(
+        path if is_config else None, overrides if is_config else [("input_dir", path or ""), *overrides]
+    )
     if own["--step"] < 0 or own["--samples"] < 0 or own["--width"] < 1:
         raise ConfigError("--step and --samples must be 0 or more, --width 1 or more")
     # without a config to say so, evaluation is not asked of a corpus that is only looked at
@@ -70,7 +72,9 @@ def describe(corpus: Corpus, config: Config) -> None:
     lengths = document_lengths(corpus)
     if len(lengths):
         mean = lengths.mean()
-        screen.print(f"\ndocuments of {lengths.min():,} to {lengths.max():,} tokens, {mean:,.1f} on average", style="bold")
+        screen.print(
+            f"\ndocuments of {lengths.min():,} to {lengths.max():,} tokens, {mean:,.1f} on average", style="bold"
+        )
         bars = histogram(lengths)
         most = max(count for _, _, count in bars)
         for low, below, count in bars:

@@ -41,7 +41,9 @@ def prepare_command(
     found = find_inputs(inputs)
     prefix = Path(output_prefix)
     if prefix.is_dir() or not prefix.name:
-        raise ConfigError(f"--output_prefix = {output_prefix} is a folder; add the beginning of a name, as in {prefix}/corpus")
+        raise ConfigError(
+            f"--output_prefix = {output_prefix} is a folder; add the beginning of a name, as in {prefix}/corpus"
+        )
     options = Options(json_key, separator, not no_append_eos, shard_tokens, skip_bad, workers or count_cores())
     if overwrite:
         remove_prepared(prefix)
@@ -53,11 +55,9 @@ def prepare_command(
         before: list[int] = []
 
         def tell(told: Told) -> None:
-            before.append(told.read_bytes) if not before else None
+            before.append(told.read_bytes)  # the first is what an earlier call has done
             speed = (told.read_bytes - before[0]) / 1e6 / max(1e-9, time.perf_counter() - began_s)
-            progress.update(
-                task, completed=told.read_bytes, documents=told.documents, tokens=told.tokens, speed=speed
-            )
+            progress.update(task, completed=told.read_bytes, documents=told.documents, tokens=told.tokens, speed=speed)
 
         tally = prepare(found, prefix, chosen, options, tell)
     conclude(tally, prefix, chosen, time.perf_counter() - began_s)
@@ -83,7 +83,9 @@ def progress_bar() -> Progress:
     return Progress(
         BarColumn(),
         TaskProgressColumn(),
-        TextColumn("{task.fields[documents]:,} documents, {task.fields[tokens]:,} tokens, {task.fields[speed]:.1f} MB/s"),
+        TextColumn(
+            "{task.fields[documents]:,} documents, {task.fields[tokens]:,} tokens, {task.fields[speed]:.1f} MB/s"
+        ),
         TextColumn("ETA"),
         TimeRemainingColumn(),
         console=screen,
@@ -104,5 +106,3 @@ def conclude(tally: Tally, prefix: Path, tokenizer: Tokenizer, took_s: float) ->
         screen.print(f"  skipped {count:,}: {reason}", markup=False, soft_wrap=True)
     screen.print(f"written: {prefix}{MANIFEST}; to train on it:", markup=False, soft_wrap=True)
     screen.print(f"  fourfold train CONFIG --input_dir {prefix}", markup=False, soft_wrap=True)
-
-

@@ -102,7 +102,7 @@ def conclude(outcome: Outcome) -> None:
         ("metrics", folder / "metrics.jsonl"),
         ("curves", f"tensorboard --logdir {folder / 'tensorboard'}"),
         ("config", folder / "config.yaml"),
-        ("more text", f'fourfold generate {folder} --prompt "..."'),
+        ("more text", f'fourfold generate {run.config.engine.output_dir} --prompt "..."'),
     ):
         screen.print(f"  {what:<12} {where}", soft_wrap=True, markup=False)
 

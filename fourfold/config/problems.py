@@ -226,6 +226,14 @@ def _sharding(config: Config, layout: Layout) -> Iterator[str]:
         )
 
 
+def _keep_best(config: Config, layout: Layout) -> Iterator[str]:
+    if config.engine.keep_best and config.engine.eval_iters == 0:
+        yield (
+            "engine.keep_best = true needs evaluations to compare, but engine.eval_iters = 0 never evaluates; "
+            "eval_iters can be -1 or at least 1, or set keep_best to false"
+        )
+
+
 def _profiler(config: Config, layout: Layout) -> Iterator[str]:
     profiler, last = config.profiler, config.engine.max_steps
     if not profiler.enable:
@@ -255,6 +263,7 @@ RULES = (
     _micro_batches,
     _compiled_pipe,
     _sharding,
+    _keep_best,
     _profiler,
 )
 

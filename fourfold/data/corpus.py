@@ -76,8 +76,13 @@ def is_text(input_dir: str, tokenizer: str) -> bool:
 
 
 def _load_text(data: Data, input_dir: str, seed: int, needs_valid: bool, given: Tokenizer | None) -> Corpus:
+    _refuse_raw(input_dir)
     text = read_text(input_dir, data.truncate)
-    own = CharacterTokenizer.from_text(text) if data.tokenizer in ("characters", "auto") else open_tokenizer(data.tokenizer)
+    own = (
+        CharacterTokenizer.from_text(text)
+        if data.tokenizer in ("characters", "auto")
+        else open_tokenizer(data.tokenizer)
+    )
     if given is not None and given != own:
         raise DataError(_other_tokenizer(input_dir, own, given))
     tokens = own.encode(text)
@@ -95,6 +100,21 @@ def _load_text(data: Data, input_dir: str, seed: int, needs_valid: bool, given: 
     return Corpus(splits, own, description, int(tokens[0]), unread, digest.hexdigest())
 
 
+def _refuse_raw(input_dir: str) -> None:
+    """JSON lines would be learnt with their braces, and packed files not at all."""
+    path = Path(input_dir)
+    is_raw = path.is_file() and path.suffix.lower() in RAW_SUFFIXES
+    if path.is_dir():
+        taken, others = find_text_files(path)
+        is_raw = not taken and any(other.suffix.lower() in RAW_SUFFIXES for other in others)
+    if is_raw:
+        raise DataError(
+            f"data.input_dir = '{input_dir}' is a raw corpus, which has to be prepared: fourfold prepare {input_dir} "
+            "--output_prefix OUT --tokenizer T; then write input_dir = OUT"
+        )
+
+
+RAW_SUFFIXES = frozenset((".jsonl", ".ndjson", ".parquet", ".gz", ".zst"))
 BY = "write split_by = position or window"
 
 
@@ -121,10 +141,7 @@ def _load_tokens(
     tokens, paths = [file.tokens for file in files], [file.path for file in files]
     has_documents = all(file.lengths is not None for file in files)
     splits = Splits(
-        *(
-            Documents(tokens, paths, part, data.max_seq_len, seed, size, eos, has_documents, cache)
-            for part in parts
-        )
+        *(Documents(tokens, paths, part, data.max_seq_len, seed, size, eos, has_documents, cache) for part in parts)
     )
     _check_parts(splits, data, input_dir, needs_valid, sum(len(file.tokens) for file in files))
     unread = passed_over(path) if path.is_dir() else []
@@ -140,14 +157,17 @@ def _check_token_keys(data: Data, input_dir: str) -> None:
     if data.truncate != 1.0:
         raise DataError(f"data.truncate = {data.truncate:g} is for text, and {where}; write truncate = 1")
     if data.sample_stride not in ("auto", data.max_seq_len):
-        raise DataError(f"data.sample_stride = {data.sample_stride} is for text, and {where}; write sample_stride = auto")
+        raise DataError(
+            f"data.sample_stride = {data.sample_stride} is for text, and {where}; write sample_stride = auto"
+        )
 
 
 def _tokenizer_of(data: Data, input_dir: str, files: Sequence[TokenFile], vocab_size: VocabSize) -> Tokenizer:
     made_with = {file.tokenizer_fingerprint: file.path for file in files if file.tokenizer_fingerprint}
     if len(made_with) > 1:
         raise DataError(
-            f"data.input_dir = '{input_dir}' mixes tokenizers: {_and(made_with.values())} were made with different ones; "
+            f"data.input_dir = '{input_dir}' mixes tokenizers: {_and(made_with.values())} were made with "
+            "different ones; "
             "prepare both with one"
         )
     if data.tokenizer == "characters":
@@ -219,7 +239,13 @@ def _with_documents(file: TokenFile, eos: int | None, cache: Sequence[Path]) -> 
         return {"lengths": np.diff(bounds).astype(np.int64)}
 
     stat = file.path.stat()
-    key = {"what": "ends", "path": str(file.path.resolve()), "bytes": stat.st_size, "mtime": stat.st_mtime_ns, "eos": eos}
+    key = {
+        "what": "ends",
+        "path": str(file.path.resolve()),
+        "bytes": stat.st_size,
+        "mtime": stat.st_mtime_ns,
+        "eos": eos,
+    }
     return file._replace(lengths=cached_index(cache, key, len(file.tokens), build)["lengths"])
 
 
@@ -235,9 +261,11 @@ def _split_by_document(files: Sequence[TokenFile], data: Data) -> list[Range]:
             starts, stops = np.clip(ends[:-1], low, high), np.clip(ends[1:], low, high)
             parts.append(Range(starts, stops - starts))
         return parts
-    lengths = np.concatenate([file.lengths for file in files])  # type: ignore[arg-type]
+    lengths = np.concatenate([file.lengths for file in files])
     starts = np.cumsum(lengths) - lengths
-    return [Range(starts[low:high], lengths[low:high]) for low, high in pairwise(split_counts(len(lengths), data.split))]
+    return [
+        Range(starts[low:high], lengths[low:high]) for low, high in pairwise(split_counts(len(lengths), data.split))
+    ]
 
 
 PART_NAMES = ({"train"}, {"val", "valid", "validation", "dev"}, {"test"})
@@ -272,8 +300,8 @@ def _check_parts(splits: Splits, data: Data, input_dir: str, needs_valid: bool, 
             off = "; engine.eval_iters = 0 trains without evaluation" if name == "validation" else ""
             raise DataError(
                 f"data.input_dir = '{input_dir}' is too small: {name} gets {part.num_tokens:,} of its {num_tokens:,} "
-                f"tokens{how}, and one sample of data.max_seq_len = {data.max_seq_len} needs {data.max_seq_len + 1}; use "
-                f"more data, a larger share for {name}, or a smaller data.max_seq_len{off}"
+                f"tokens{how}, and one sample of data.max_seq_len = {data.max_seq_len} needs {data.max_seq_len + 1}; "
+                f"use more data, a larger share for {name}, or a smaller data.max_seq_len{off}"
             )
 
 

@@ -1,7 +1,7 @@
 """Raw corpora as chunks of documents: .txt, .jsonl and .parquet, plain or as .gz or .zst, files or folders of them.
 
-A chunk is about a mebibyte and a function of the input alone: reading can begin at the end of any chunk and goes on with
-the same ones. Nothing is decoded here; what a chunk's documents are, a worker finds out with `texts_of`.
+A chunk is about a mebibyte and a function of the input alone: reading can begin at the end of any chunk and goes on
+with the same ones. Nothing is decoded here; what a chunk's documents are, a worker finds out with `texts_of`.
 """
 
 import gzip
@@ -43,6 +43,9 @@ class Position(NamedTuple):
     line: int
 
 
+BEGINNING = Position(0, 0, 1)
+
+
 class Block(NamedTuple):
     """Bytes or rows of one file. Lines hold a document each; a text holds one, or a piece of one."""
 
@@ -74,7 +77,9 @@ def find_inputs(paths: Sequence[str]) -> list[Input]:
     for name in paths:
         path = Path(name)
         if path.is_dir():
-            inside = [file for file in path.rglob("*") if file.is_file() and _kind_of(file) and not _is_hidden(file, path)]
+            inside = [
+                file for file in path.rglob("*") if file.is_file() and _kind_of(file) and not _is_hidden(file, path)
+            ]
             if not inside:
                 raise DataError(f"'{name}' is a folder without a corpus file; files that are read end in {ENDS}")
             found += [_input(file) for file in sorted(inside, key=lambda file: file.parts)]
@@ -112,7 +117,7 @@ def _input(path: Path) -> Input:
 
 
 def read_chunks(
-    inputs: Sequence[Input], json_key: str, separator: str | None = None, start: Position = Position(0, 0, 1)
+    inputs: Sequence[Input], json_key: str, separator: str | None = None, start: Position = BEGINNING
 ) -> Iterator[Chunk]:
     """`separator`: a line of this text ends a document in text files; without it a file is one document."""
     blocks: list[Block] = []
@@ -151,7 +156,7 @@ def _read_blocks(
 
 def _unpacked(source: Input, raw: BinaryIO) -> BinaryIO:
     if source.packing == ".gz":
-        return io.BufferedReader(gzip.GzipFile(fileobj=raw))  # type: ignore[arg-type]
+        return io.BufferedReader(gzip.GzipFile(fileobj=raw))
     return io.BufferedReader(_Unzstd(raw), CHUNK_BYTES) if source.packing == ".zst" else raw
 
 
@@ -159,7 +164,8 @@ class _Unzstd(io.RawIOBase):
     """Frames one after the other. The library's own reader takes a truncated file for its end."""
 
     def __init__(self, raw: BinaryIO) -> None:
-        self._raw, self._left, self._engine = raw, b"", None
+        self._raw, self._left = raw, b""
+        self._engine: Any = None
 
     def readable(self) -> bool:
         return True
@@ -253,7 +259,7 @@ def _cut(data: bytes, mark: bytes | None, is_last: bool) -> tuple[int, int, bool
 def _read_rows(source: Input, begin: Position, key: str) -> Iterator[tuple[Block, Position, int]]:
     try:
         # Here and not on top: it is an extra, and large.
-        import pyarrow
+        import pyarrow  # type: ignore[import-untyped]
         from pyarrow import parquet
     except ImportError as error:
         raise DataError(f"'{source.path}' needs pyarrow to be read; pip install 'fourfold[parquet]'") from error

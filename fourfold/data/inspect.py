@@ -56,7 +56,11 @@ def rows_of_step(corpus: Corpus, step: int, global_batch_size: int) -> list[Row]
     """What training sees in its step-th step, counted from 1 as the log does."""
     counters = counters_of(step - 1, global_batch_size, range(global_batch_size))
     spans = corpus.splits.train.train(counters)
-    of = corpus.splits.train.members_of(counters)[0] if isinstance(corpus.splits.train, Blend) else np.zeros_like(counters)
+    of = (
+        corpus.splits.train.members_of(counters)[0]
+        if isinstance(corpus.splits.train, Blend)
+        else np.zeros_like(counters)
+    )
     return [
         Row(
             row,

@@ -48,6 +48,9 @@ class Boundaries(NamedTuple):
     resets_attention: bool = False
 
 
+NO_BOUNDARIES = Boundaries()
+
+
 def boundaries_of(data: Data) -> Boundaries:
     return Boundaries(data.eod_mask_loss, data.reset_position_ids, data.reset_attention_mask)
 
@@ -64,7 +67,7 @@ class TrainLoader:
         first_step: int = 0,
         num_workers: int = 1,
         pin_memory: bool = False,
-        boundaries: Boundaries = Boundaries(),
+        boundaries: Boundaries = NO_BOUNDARIES,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         assert len(source) > 0
@@ -125,7 +128,7 @@ def eval_batches(
     rows: range,
     iters: int,
     pin_memory: bool = False,
-    boundaries: Boundaries = Boundaries(),
+    boundaries: Boundaries = NO_BOUNDARIES,
 ) -> Iterator[Batch]:
     """At most `iters` global batches of a part (-1: all of it), the same ones at every call.
 
@@ -147,7 +150,7 @@ def eval_batches(
         yield batch.pin_memory() if pin_memory else batch
 
 
-def build_batch(spans: Spans, keys_b: torch.Tensor, boundaries: Boundaries = Boundaries()) -> Batch:
+def build_batch(spans: Spans, keys_b: torch.Tensor, boundaries: Boundaries = NO_BOUNDARIES) -> Batch:
     """Tokens and targets, the targets one token later, and what is asked for at the ends of documents."""
     # Two copies rather than two views of one: each is contiguous, as pinning and kernels want it.
     tokens_bt = torch.from_numpy(spans.tokens_bs[:, :-1].astype(np.int64))

@@ -149,33 +149,12 @@ def batch_in_epoch(passes: Passes, global_batch_size: int, step: int) -> int:
 
 def document_order(num_documents: int, seed: int, epoch: int) -> Ints:
     """The permutation in which an epoch strings the documents together."""
-    return _quick_permutation(num_documents, seed, STREAM_DOCUMENTS, epoch)
+    return _scattered(np.arange(num_documents, dtype=np.int64), num_documents, seed, STREAM_DOCUMENTS, epoch)
 
 
 def shuffled(places: Ints, count: int, seed: int, epoch: int) -> Ints:
-    """Which of an epoch's `count` samples stand at these places of its order.
-
-    A permutation that is computed where it is needed and never held: a Feistel network on just enough bits, walked
-    until it lands among the samples.
-    """
-    high = max(1, (count - 1).bit_length() // 2)
-    low = max(1, (count - 1).bit_length() - high)
-    [key] = _splitmix64(_splitmix64(np.array([seed], np.uint64)) + np.uint64((STREAM_SAMPLES << 56) + epoch))
-    found = places.astype(np.uint64)
-    walking = np.arange(len(found))
-    while len(walking):
-        x = found[walking]
-        left, right, left_bits, right_bits = x >> np.uint64(low), x & np.uint64((1 << low) - 1), high, low
-        for turn in range(FEISTEL_ROUNDS):
-            mixed = _splitmix64(right + (key ^ np.uint64(turn << 48)))
-            left, right = right, left ^ (mixed & np.uint64((1 << left_bits) - 1))
-            left_bits, right_bits = right_bits, left_bits
-        found[walking] = (left << np.uint64(right_bits)) | right
-        walking = walking[found[walking] >= count]
-    return found.view(np.int64)
-
-
-FEISTEL_ROUNDS = 8  # even, so that the halves end as wide as they began
+    """Which of an epoch's `count` samples, cut from its documents, stand at these places of its order."""
+    return _scattered(places, count, seed, STREAM_SAMPLES, epoch)
 
 
 def split_counts(count: int, split: tuple[float, float, float]) -> list[int]:
@@ -197,6 +176,10 @@ def blend_order(weights: list[Fraction], count: int) -> npt.NDArray[np.uint16]:
     scale = lcm(*(weight.denominator for weight in weights))
     shares = [int(weight * scale) for weight in weights]
     period = sum(shares)
+    if len(shares) == 2 and 2 * period * (count + 1) < 1 << 63:
+        # of two, the nearest whole number of the first at every point leaves the second as near
+        had = (2 * shares[0] * np.arange(count + 1, dtype=np.int64) + period) // (2 * period)
+        return (1 - np.diff(had)).astype(np.uint16)
     members = range(len(shares))
     releases, deadlines = [0] * len(shares), [-(-period // share) for share in shares]
     taken = [0] * len(shares)
@@ -230,17 +213,30 @@ def _permutation(count: int, seed: int, stream: int, index: int) -> Ints:
     return np.argsort(words, kind="stable").astype(np.int64, copy=False)
 
 
-def _quick_permutation(count: int, seed: int, stream: int, index: int) -> Ints:
-    """As `_permutation`, several times faster: the number goes into the low bits of its random word, so that words
-    differ, any sort gives the same, and what is sorted is the answer."""
-    low_bits = max(1, (count - 1).bit_length())
-    bits = np.random.Philox(key=np.array([seed, (stream << 56) + index], dtype=np.uint64))
-    words = np.asarray(bits.random_raw(count), dtype=np.uint64)
-    words <<= np.uint64(low_bits)
-    words |= np.arange(count, dtype=np.uint64)
-    words.sort()
-    words &= np.uint64((1 << low_bits) - 1)
-    return words.view(np.int64)
+def _scattered(places: Ints, count: int, seed: int, stream: int, index: int) -> Ints:
+    """The values of a permutation at some places, without the rest of it: a Feistel network on just enough bits, walked
+    until it lands below `count`. A small one is made whole instead: on few bits the network mixes badly."""
+    if count < FEWEST_TO_SCATTER:
+        return _permutation(count, seed, stream, index)[places]
+    bits = (count - 1).bit_length()
+    high, low = np.uint64(bits // 2), np.uint64(bits - bits // 2)
+    high_mask, low_mask = (np.uint64((1 << int(width)) - 1) for width in (high, low))
+    seed_1 = np.array([seed], dtype=np.uint64)
+    key_1 = _splitmix64(_splitmix64(seed_1) + np.uint64((stream << 56) + index))
+    found = places.astype(np.uint64)
+    walking = np.arange(len(found))
+    while len(walking):
+        left, right = found[walking] >> low, found[walking] & low_mask
+        for turn in range(0, FEISTEL_ROUNDS, 2):
+            left ^= _splitmix64(right + (key_1 ^ np.uint64(turn << 48))) & high_mask
+            right ^= _splitmix64(left + (key_1 ^ np.uint64((turn + 1) << 48))) & low_mask
+        found[walking] = (left << low) | right
+        walking = walking[found[walking] >= count]
+    return found.view(np.int64)
+
+
+FEWEST_TO_SCATTER = 4096
+FEISTEL_ROUNDS = 4
 
 
 def _splitmix64(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:

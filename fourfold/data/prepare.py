@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from fourfold.data.documents import Chunk, Input, Position, read_chunks, texts_of
+from fourfold.data.documents import BEGINNING, Chunk, Input, Position, read_chunks, texts_of
 from fourfold.data.formats.prepared import MANIFEST, PROGRESS, TOKENIZER, VERSION, shard_paths
 from fourfold.data.tokenizer import Tokenizer, save_tokenizer
 from fourfold.errors import DataError
@@ -50,7 +50,7 @@ class Tally:
     """What has been done up to the last finished shard; what a restart begins with."""
 
     shards: list[Shard] = field(default_factory=list)
-    position: Position = Position(0, 0, 1)
+    position: Position = BEGINNING
     skipped: Counter[str] = field(default_factory=Counter)
     text_bytes: int = 0
     read_bytes: int = 0
@@ -97,6 +97,7 @@ def prepare(
         )
     settings = settings_of(inputs, tokenizer, options)
     tally = begin(prefix, settings)
+    tell(Told(tally.documents, tally.tokens, tally.read_bytes))
     if tally.position.file < len(inputs):
         with _explained(prefix):
             prefix.parent.mkdir(parents=True, exist_ok=True)
@@ -426,6 +427,6 @@ def _explained(prefix: Path) -> Iterator[None]:
     except OSError as error:
         remedy = "free some space" if error.errno == errno.ENOSPC else "write another --output_prefix"
         raise DataError(
-            f"'{prefix}' cannot be written ({error.strerror}); {remedy}, and run the same command again: it goes on after "
-            "the last finished shard"
+            f"'{prefix}' cannot be written ({error.strerror}); {remedy}, and run the same command again: it goes on "
+            "after the last finished shard"
         ) from error

@@ -101,7 +101,9 @@ class Documents:
         epochs = -(-((counters_b + 1) * self.seq + 1) // self.num_tokens) - 1
         for epoch in np.unique(epochs).tolist():
             here, first = epochs == epoch, passes.samples(epoch)
-            samples[here] = first + shuffled(counters_b[here] - first, passes.samples(epoch + 1) - first, self.seed, epoch)
+            samples[here] = first + shuffled(
+                counters_b[here] - first, passes.samples(epoch + 1) - first, self.seed, epoch
+            )
         return self._read(samples, is_shuffled=True)
 
     def read(self, samples_b: Ints) -> Spans:
@@ -148,9 +150,7 @@ class Documents:
             return Spans(tokens_bs, documents_bs - documents_bs[:, :1])
         return Spans(tokens_bs, None if self.eos is None else documents_by_eos(tokens_bs, self.eos))
 
-    def _pieces(
-        self, order: Ints, ends: Ints, places: Ints, lows: Ints, counts: Ints
-    ) -> tuple[Ints, Ints, Ints]:
+    def _pieces(self, order: Ints, ends: Ints, places: Ints, lows: Ints, counts: Ints) -> tuple[Ints, Ints, Ints]:
         """Segments of an epoch, cut where documents end: where each piece goes, where its tokens begin, how many."""
         first = np.searchsorted(ends, lows, "right")
         num_pieces = np.searchsorted(ends, lows + counts - 1, "right") - first + 1
@@ -169,8 +169,11 @@ class Documents:
         if len(counts) * SHORT_PIECE > len(out):
             # many short pieces: one index per token costs less than one copy per piece
             places = np.repeat(starts - np.cumsum(counts) + counts, counts) + np.arange(len(out))
+            needed = np.unique(of_file).tolist()
+            if len(needed) == 1:
+                return self.files[needed[0]][places]
             of_token = np.repeat(of_file, counts)
-            for file in np.unique(of_file).tolist():
+            for file in needed:
                 here = of_token == file
                 out[here] = self.files[file][places[here]]
             return out
@@ -195,8 +198,9 @@ def bad_token(
     files: Sequence[npt.NDArray[Any]], paths: Sequence[Path], file_ends: Ints, position: int, token: int, vocab: int
 ) -> str:
     file = int(np.searchsorted(file_ends, position, "right"))
+    place = position - int(file_ends[file]) + len(files[file])
     return (
-        f"'{paths[file]}': token {position - int(file_ends[file]) + len(files[file]):,} is {token}, which is not in the "
+        f"'{paths[file]}': token {place:,} is {token}, which is not in the "
         f"vocabulary of {vocab} tokens (ids 0 to {vocab - 1}); set model.vocab_size or data.tokenizer to what the file "
         "was made with"
     )
@@ -238,7 +242,9 @@ class Blend:
 
     def members_of(self, counters_b: Ints) -> tuple[Ints, Ints]:
         """Which member each sample is of, and how many of that member came before it."""
-        rounds, places = np.divmod(counters_b, self._period) if self._period else (np.zeros_like(counters_b), counters_b)
+        rounds, places = (
+            np.divmod(counters_b, self._period) if self._period else (np.zeros_like(counters_b), counters_b)
+        )
         order, before = self._made(int(places.max()) + 1)
         members = order[places].astype(np.int64)
         nth = np.empty(len(places), np.int64)

@@ -163,14 +163,17 @@ def open_tokenizer(name: str) -> Tokenizer:
     """From a path: a tokenizer.json (ours or Hugging Face's), a tiktoken ranks file, or a folder with one of them or
     with GPT-2's two files."""
     path = Path(name)
+    if not path.exists():
+        raise DataError(
+            f"the tokenizer '{name}' does not exist; give `characters`, a tokenizer.json, a tiktoken ranks file, or a "
+            "folder with vocab.json and merges.txt"
+        )
     if path.name in ("vocab.json", "encoder.json", "merges.txt", "vocab.bpe"):
         path = path.parent
     try:
         if path.is_dir():
             return _open_folder(path)
-        if path.suffix == ".json" or not path.exists():
-            return load_tokenizer(path)
-        return load_ranks(path)
+        return load_tokenizer(path) if path.suffix == ".json" else load_ranks(path)
     except OSError as error:
         raise DataError(f"the tokenizer '{name}' cannot be read ({error.strerror}); check its permissions") from error
 
@@ -206,7 +209,9 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     if not is_hugging_face and (not isinstance(kind, str) or kind not in TOKENIZERS):
         raise DataError(f"the tokenizer '{path}' has type {_short(kind)}; known types are: {', '.join(TOKENIZERS)}")
     try:
-        return load_hugging_face(saved, Path(path).parent) if is_hugging_face else TOKENIZERS[str(kind)].from_json(saved)
+        return (
+            load_hugging_face(saved, Path(path).parent) if is_hugging_face else TOKENIZERS[str(kind)].from_json(saved)
+        )
     except DataError as error:
         raise DataError(f"the tokenizer '{path}' is damaged: {error}") from error
 

@@ -35,8 +35,6 @@ LOCAL_ENVIRONMENT = {
     "GLOO_SOCKET_IFNAME": "lo",
     # without it a restarted group reads the addresses of the dead one
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-    # the rest of its own list: on these it ends the workers itself
-    "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGHUP,SIGQUIT",
 }
 
 
@@ -57,6 +55,7 @@ def launch_local(processes: int, arguments: list[str], log_dir: Path) -> None:
         rdzv_endpoint="localhost:0",
         max_restarts=0,
         shutdown_timeout=SHUTDOWN_S,
+        signals_to_handle="SIGHUP,SIGQUIT",  # those of its own list that are not passed on: it ends the workers itself
         logs_specs=DefaultLogsSpecs(str(log_dir), redirects=dict.fromkeys(range(1, processes), Std.ALL)),
     )
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # says the same at greater length
@@ -76,7 +75,7 @@ def launch_local(processes: int, arguments: list[str], log_dir: Path) -> None:
 
 
 def _pass_on(passed_on: list[int], number: int, frame: FrameType | None) -> None:
-    """To all workers; a second SIGINT as SIGKILL, since one that waits for another in a collective hears nothing else."""
+    """To all workers; a second SIGINT as SIGKILL, for one that waits in a collective hears nothing else."""
     passed_on.append(number)
     workers = [int(pid) for each in Path("/proc/self/task").glob("*/children") for pid in each.read_text().split()]
     if not workers:  # not started yet

@@ -51,14 +51,21 @@ class CoreAttention(nn.Module):
         v_bhtk: torch.Tensor,
         may_look_b1tt: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        dropout_p = self.dropout_p if self.training else 0.0
+        dtype = q_bhtk.dtype
+        if q_bhtk.device.type == "cpu":  # where half precision takes ten times as long here, in backward
+            q_bhtk, k_bhtk, v_bhtk = q_bhtk.float(), k_bhtk.float(), v_bhtk.float()
         new, seen = q_bhtk.shape[2], k_bhtk.shape[2]
-        if may_look_b1tt is not None:
-            return F.scaled_dot_product_attention(q_bhtk, k_bhtk, v_bhtk, attn_mask=may_look_b1tt, dropout_p=dropout_p)
-        if new == seen or new == 1:  # a single new token may look at all before it
-            return F.scaled_dot_product_attention(q_bhtk, k_bhtk, v_bhtk, dropout_p=dropout_p, is_causal=new == seen)
-        may_look = torch.ones(new, seen, dtype=torch.bool, device=q_bhtk.device).tril(seen - new)
-        return F.scaled_dot_product_attention(q_bhtk, k_bhtk, v_bhtk, attn_mask=may_look, dropout_p=dropout_p)
+        if may_look_b1tt is None and 1 < new < seen:
+            may_look_b1tt = torch.ones(new, seen, dtype=torch.bool, device=q_bhtk.device).tril(seen - new)
+        y_bhtk = F.scaled_dot_product_attention(
+            q_bhtk,
+            k_bhtk,
+            v_bhtk,
+            attn_mask=may_look_b1tt,
+            dropout_p=self.dropout_p if self.training else 0.0,
+            is_causal=may_look_b1tt is None and new == seen,  # a single new token may look at all before it
+        )
+        return y_bhtk.to(dtype)
 
 
 class Attention(nn.Module):

@@ -27,13 +27,13 @@ class Vocabulary:
 
 WHOLE = Vocabulary()
 
-_CHUNK_LOGITS = 2**28  # 1 GiB of float32 logits at a time: large enough for full-speed products
+_CHUNK_LOGITS = 2**29  # 1 GiB of bfloat16 logits at a time, at most: large enough for full-speed products
 
 
 def chunk_rows(num_rows: int, vocab: int) -> int:
-    """Rows per chunk, equal chunks where possible."""
-    chunks = max(1, -(-num_rows * vocab // _CHUNK_LOGITS))
-    return -(-num_rows // chunks)
+    """Rows per chunk: a power of two, which suits matrix units, or all of them."""
+    most = max(1, _CHUNK_LOGITS // vocab)
+    return num_rows if num_rows <= most else 1 << (most.bit_length() - 1)
 
 
 class _SummedCrossEntropy(torch.autograd.Function):
@@ -49,7 +49,8 @@ class _SummedCrossEntropy(torch.autograd.Function):
     ) -> torch.Tensor:
         w_vd = weight_vd.to(x_nd.dtype)
         total = torch.zeros(1, dtype=torch.float32, device=x_nd.device)
-        dx_nd = torch.empty_like(x_nd) if wants_grad else None
+        # What is saved for backward is never written in place: PyTorch 2.11's compiler would save what was there before.
+        dx_chunks: list[torch.Tensor] = []
         dw_vd = torch.zeros_like(weight_vd, dtype=torch.float32) if wants_grad else None
         step = chunk_rows(x_nd.shape[0], weight_vd.shape[0])
         for first in range(0, x_nd.shape[0], step):
@@ -65,16 +66,16 @@ class _SummedCrossEntropy(torch.autograd.Function):
             sums_n1 = (logits_nv.float() - top_n1).exp().sum(1, keepdim=True)
             sums_n2 = vocabulary.sum(torch.cat((sums_n1, torch.where(is_here_n1, picked_n1, 0.0)), 1))
             log_sum_n1 = top_n1 + sums_n2[:, :1].log()
-            total += torch.where(valid_n1, log_sum_n1 - sums_n2[:, 1:], 0.0).sum()
-            if dx_nd is not None and dw_vd is not None:
+            total = total + torch.where(valid_n1, log_sum_n1 - sums_n2[:, 1:], 0.0).sum()
+            if dw_vd is not None:
                 # d loss / d logits = softmax - one-hot, zero where the target does not count
                 is_target_nv = torch.arange(logits_nv.shape[1], device=column_n1.device) == column_n1
                 grad_nv = ((logits_nv.float() - log_sum_n1).exp() - is_target_nv.float()) * valid_n1
                 grad_nv = grad_nv.to(x_nd.dtype)
-                torch.mm(grad_nv, w_vd, out=dx_nd[rows])
-                dw_vd += grad_nv.T @ x_nd[rows]
+                dx_chunks.append(grad_nv @ w_vd)
+                dw_vd = dw_vd + grad_nv.T @ x_nd[rows]
         if wants_grad:
-            ctx.save_for_backward(dx_nd, dw_vd)
+            ctx.save_for_backward(torch.cat(dx_chunks), dw_vd)
         return total
 
     @staticmethod

@@ -78,7 +78,7 @@ def synthetic_batch(config: Config, device: torch.device) -> Batch:
     tokens = torch.randint(0, config.model.vocab_size, shape, generator=generator)
     keys_b = torch.randint(-(2**62), 2**62, shape[:1], generator=generator)
     batch = Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), keys_b)
-    return Batch(*(tensor.pin_memory() for tensor in batch)) if device.type == "cuda" else batch
+    return batch.pin_memory() if device.type == "cuda" else batch
 
 
 def our_step(config: Config, process: Process) -> StepFunction:

@@ -8,10 +8,8 @@ from fourfold.checkpoint.manifest import Manifest, read_manifest
 from fourfold.checkpoint.paths import AnyPath, local_folder, locate
 from fourfold.checkpoint.state import copy_tied, pieces_of, restore_progress
 from fourfold.checkpoint.store import load_progress, named_checkpoint, newest_checkpoint, step_of
-from fourfold.checkpoint.texts import load_saved_config, load_saved_tokenizer
+from fourfold.checkpoint.texts import load_saved_tokenizer
 from fourfold.checkpoint.together import find_together, load_together, on_first, verify_together
-from fourfold.config.keys import LEAVES, Leaf
-from fourfold.config.load import SHAPE_KEYS
 from fourfold.config.presets import find_preset
 from fourfold.config.resolve import layout_of, with_decay_steps, with_vocab_size
 from fourfold.config.schema import Config
@@ -26,6 +24,7 @@ from fourfold.optim.adamw import AdamW
 from fourfold.optim.scaler import LossScale
 from fourfold.parallelize.apply import ParallelModel, parallelize
 from fourfold.parallelize.precision import has_loss_scale
+from fourfold.train.differences import check_same_model, tell_differences
 
 log = logging.getLogger("fourfold")
 
@@ -72,9 +71,7 @@ class Run:
 
 def build_run(config: Config, process: Process) -> Run:
     layout = layout_of(config, process.world_size)
-    output = locate(config.engine.output_dir)
-    check_beginning(output, config.engine.resume)
-    checkpoint = find_together(output, config.engine.resume)
+    checkpoint = find_together(locate(config.engine.output_dir), config.engine.resume)
     source = checkpoint or find_weights(config)
     tokenizer = load_saved_tokenizer(source) if source else None
     needs_valid = config.engine.eval_iters != 0
@@ -157,57 +154,3 @@ def count_steps(config: Config, passes: Passes) -> int:
         return config.engine.max_steps
     assert config.engine.num_train_epochs is not None
     return steps_for_epochs(passes, config.global_.global_batch_size, config.engine.num_train_epochs)
-
-
-def check_same_model(checkpoint: Manifest, config: Config) -> None:
-    saved = load_saved_config(checkpoint)
-    problems = [
-        f"model.{key} = {getattr(config.model, key)} differs from {getattr(saved.model, key)} in the checkpoint "
-        f"{checkpoint.path}; write the same, or start anew in another output_dir"
-        for key in SHAPE_KEYS
-        if getattr(config.model, key) != getattr(saved.model, key)
-    ]
-    if problems:
-        raise CheckpointError("\n".join(problems))
-
-
-# Keys that change what a run computes, besides those that make it another model.
-DECIDING = {"global": {"seed", "global_batch_size"}, "engine": {"use_amp", "amp_dtype", "scale_loss"}}
-DECIDING_SECTIONS = ("model", "data", "optimizer")
-NOT_DECIDING = {"num_workers", "use_recompute", "recompute_granularity", "model_name_or_path"}
-
-
-def tell_differences(checkpoint: Manifest, config: Config, is_same_text: bool) -> None:
-    """Everything in which this run differs from the one it goes on from; loudly where that changes the result."""
-    saved, ours = (
-        {leaf.name: value_of(each, leaf) for leaf in LEAVES.values()}
-        for each in (load_saved_config(checkpoint), config)
-    )
-    changed = [leaf for leaf in LEAVES.values() if saved[leaf.name] != ours[leaf.name]]
-    loud = [leaf for leaf in changed if is_deciding(leaf)]
-    for leaf in changed:
-        if leaf not in loud:
-            log.info(f"{leaf.name} is {ours[leaf.name]}, and was {saved[leaf.name]} in {checkpoint.path}")
-    for leaf in loud:
-        log.warning(
-            f"{leaf.name} is {ours[leaf.name]}, and was {saved[leaf.name]} in {checkpoint.path}: what follows is not "
-            "the run that would have been"
-        )
-    if not is_same_text:
-        log.warning(
-            f"{config.data.input_dir} has changed since {checkpoint.path} was saved: what follows is not the run that "
-            "would have been"
-        )
-
-
-def is_deciding(leaf: Leaf) -> bool:
-    section = leaf.path[0]
-    return leaf.key not in NOT_DECIDING and (section in DECIDING_SECTIONS or leaf.key in DECIDING.get(section, ()))
-
-
-def value_of(config: Config, leaf: Leaf) -> object:
-    value: object = config.model_dump(by_alias=True)
-    for name in (*leaf.path, leaf.key):
-        assert isinstance(value, dict)
-        value = value[name]
-    return value

@@ -21,7 +21,7 @@ from fourfold.config.schema import Config
 from fourfold.cost.params import count_parameters
 from fourfold.data.order import epoch_of
 from fourfold.mesh.process import Process
-from fourfold.train.build import Run, build_run
+from fourfold.train.build import Run, build_run, check_beginning
 from fourfold.train.evaluate import count_eval_batches, evaluate
 from fourfold.train.interrupt import Agreement, Deadline, Interrupt, agree_on_exit_code
 from fourfold.train.metrics import METRICS_FILE, Metrics, log
@@ -50,9 +50,11 @@ def train(config: Config, process: Process, console: Console) -> Outcome:
 def train_alone(config: Config, process: Process, console: Console) -> Outcome:
     """The run itself, once nobody else writes to its output_dir."""
     deadline, agreement = Deadline(config.engine.max_time), Agreement(process.device)
+    output = locate(config.engine.output_dir)
+    check_beginning(output, config.engine.resume)
     run = build_run(config, process)
     if run.resumed_from:
-        on_first(lambda: fetch_beside(locate(config.engine.output_dir), run.output_dir, METRICS_FILE))
+        on_first(lambda: fetch_beside(output, run.output_dir, METRICS_FILE))
     introduce(run)
     step, eval_loss, is_stopping = run.first_step, None, False
     with (
@@ -62,6 +64,7 @@ def train_alone(config: Config, process: Process, console: Console) -> Outcome:
         Saver(run.config.engine, run.output_dir) as saver,
         profiling(config.profiler, run.output_dir / "profile", process.device, process.rank) as profiled,
     ):
+        saver.reserve(pieces_of(run.parallel, run.optimizer))
         for step in range(run.first_step + 1, run.total_steps + 1):
             waited_s = loader.wait_s
             batch = loader.next_batch()

@@ -151,6 +151,8 @@ class Metrics:
             values["loss_scale"] = float(entry.loss_scale)
         self._save(values)
         log.info(self.line(values))
+        if entry.result.grad_norm == 0.0:
+            log.warning(f"global step {done} has a gradient norm of exactly zero: nothing is being learnt")
         if bool(entry.result.is_skipped):
             log.warning(
                 f"global step {done} was skipped: its gradient norm is {values['grad_norm']}, so the weights were left "
@@ -279,8 +281,7 @@ def reopen_curves(output_dir: Path) -> SummaryWriter:
         add_points(curves, json.loads(text))
     curves.flush()
     for file in old:
-        if str(file) != curves.file_writer.event_writer._file_name:  # type: ignore[union-attr]
-            file.unlink()
+        file.unlink()
     return curves
 
 

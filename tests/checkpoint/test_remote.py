@@ -133,6 +133,7 @@ def write_lock(address: str, **changed: Any) -> UPath:
 
 def test_one_writer_where_there_are_no_locks(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "BEAT_S", 0.1)
+    monkeypatch.setattr(module, "SETTLE_S", 0.05)
     with alone():
         with (
             Lock(locate(address)),

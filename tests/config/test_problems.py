@@ -212,6 +212,11 @@ def test_the_split_leaves_something_to_train_and_to_evaluate_on() -> None:
     assert problems_of(split="1,0,0", eval_iters=0) == []
 
 
+def test_the_best_checkpoint_needs_evaluations() -> None:
+    assert "engine.keep_best = true needs evaluations" in only_problem_of(keep_best=True, eval_iters=0)
+    assert problems_of(keep_best=True, eval_iters=-1) == []
+
+
 def test_the_profiler_starts_before_it_stops_and_before_the_run_ends() -> None:
     assert "stop_step must be at least 9" in only_problem_of(enable=True, start_step=9)
     assert "start_step can be at most 3" in only_problem_of(enable=True, max_steps=3)

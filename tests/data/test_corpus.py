@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from fourfold.config.schema import Data
+from fourfold.data.bpe import train_bpe
 from fourfold.data.corpus import Corpus, load_corpus
 from fourfold.data.text import find_text_files, read_text
 from fourfold.data.tokenizer import CharacterTokenizer
@@ -21,6 +22,8 @@ def refusal(input_dir: str | Path, truncate: float = 1.0) -> str:
 def corpus(path: Path, text: str = "hello, world\n" * 100, **keys: object) -> Corpus:
     path.write_text(text)
     tokenizer = keys.pop("tokenizer", None)
+    if "tokenizer_path" in keys:
+        keys["tokenizer"] = str(keys.pop("tokenizer_path"))
     data = Data(**{"input_dir": str(path), "max_seq_len": 8, "split": "80,10,10", **keys})
     return load_corpus(data, seed=1, needs_valid=True, tokenizer=tokenizer)  # type: ignore[arg-type]
 
@@ -178,6 +181,14 @@ def test_files_passed_over_in_a_folder_are_told(tmp_path: Path) -> None:
     assert found.passed_over == [tmp_path / "b.jsonl"]
 
 
+@pytest.mark.parametrize("name", ["a.jsonl", "a.txt.gz", "a.parquet"])
+def test_a_raw_corpus_is_sent_to_be_prepared(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text("{}")
+    for path in (tmp_path, tmp_path / name):
+        with pytest.raises(DataError, match=rf"is a raw corpus, which has to be prepared: fourfold prepare {path} "):
+            load_corpus(Data(input_dir=str(path)), seed=1, needs_valid=True)
+
+
 def test_a_checkpoints_tokenizer_of_the_same_text_is_accepted(tmp_path: Path) -> None:
     tokenizer = CharacterTokenizer.from_text("hello, world\n")
     assert corpus(tmp_path / "a.txt", tokenizer=tokenizer).tokenizer == tokenizer
@@ -195,3 +206,10 @@ def test_a_text_with_other_characters_than_the_checkpoints_is_refused(tmp_path: 
 def test_a_vocabulary_in_another_order_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="their order differs"):
         corpus(tmp_path / "a.txt", "ab" * 100, tokenizer=CharacterTokenizer("ba"))
+
+
+def test_text_may_have_a_tokenizer_of_its_own(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text(train_bpe(["hello, world\n"] * 9, 270))
+    found = corpus(tmp_path / "a.txt", split="8,1,1", tokenizer_path=tmp_path / "tokenizer.json")
+    assert found.tokenizer.decode(found.splits.train.tokens) == "hello, world\n" * 100  # type: ignore[union-attr]
+    assert len(found.splits.train.tokens) < 1300  # type: ignore[union-attr]

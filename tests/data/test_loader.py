@@ -82,7 +82,10 @@ def test_the_number_of_workers_does_not_matter(num_workers: int) -> None:
 def test_data_ranks_together_see_the_global_batch(ranks: int) -> None:
     share = 8 // ranks
     per_rank = [batches(10, rows=range(r * share, (r + 1) * share), num_workers=1) for r in range(ranks)]
-    together = [Batch(*(torch.cat(each) for each in list(zip(*parts, strict=True))[:3])) for parts in zip(*per_rank, strict=True)]
+    together = [
+        Batch(*(torch.cat(each) for each in list(zip(*parts, strict=True))[:3]))
+        for parts in zip(*per_rank, strict=True)
+    ]
     assert same(together, batches(10))
 
 
@@ -174,7 +177,10 @@ def test_a_whole_evaluation_sees_every_sample_once_in_order() -> None:
 @pytest.mark.parametrize("iters", [-1, 1, 4, 9])
 def test_every_data_rank_evaluates_equally_many_batches(iters: int) -> None:
     per_rank = [evaluate(range(r * 2, r * 2 + 2), iters) for r in range(4)]
-    together = [Batch(*(torch.cat(each) for each in list(zip(*parts, strict=True))[:3])) for parts in zip(*per_rank, strict=True)]
+    together = [
+        Batch(*(torch.cat(each) for each in list(zip(*parts, strict=True))[:3]))
+        for parts in zip(*per_rank, strict=True)
+    ]
     assert same(together, evaluate(iters=iters))
 
 

@@ -181,6 +181,7 @@ def _cases() -> list[Case]:
     compiled = {"compile": True}
     add("sd2-stage3-compiled", layout(sd=2, stage=3), compiled, is_slow=True)
     add("mp2-sp-compiled", layout(mp=2), SP, compiled, is_slow=True)
+    add("mp2-sp-documents-compiled", layout(mp=2), SP, DOCUMENTS, compiled, is_slow=True)
     add("pp2-compiled", layout(pp=2), compiled, is_slow=True)
     add("pp2-interleaved-compiled", layout(pp=2), TWICE, compiled, is_slow=True)
     for granularity in ("full", "full_attn", "core_attn"):

@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any, Self
 
@@ -18,9 +19,15 @@ from fourfold.commands.options import prepare_config
 from fourfold.errors import FourfoldError
 from fourfold.launch.torchrun import LOCAL_ENVIRONMENT
 
+ROOT = Path(__file__).parents[2]
+PATIENCE_S = 3.0
+
 
 class Forks:
-    """The forking process, seen from a test."""
+    """The forking process, seen from a test; its runs have `folder` as their working folder."""
+
+    def __init__(self, folder: Path | None = None) -> None:
+        self.folder = folder or ROOT
 
     def __enter__(self) -> Self:
         self.process = subprocess.Popen(
@@ -28,8 +35,8 @@ class Forks:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env=LOCAL_ENVIRONMENT | os.environ,
-            cwd=Path(__file__).parents[2],
+            env=LOCAL_ENVIRONMENT | os.environ | {"PYTHONPATH": str(ROOT)},
+            cwd=self.folder,
         )
         return self
 
@@ -71,12 +78,29 @@ def be_rank(question: dict[str, Any], rank: int) -> None:
         os._exit(code)
 
 
+def wait_for(pids: list[int]) -> list[int]:
+    """As a launcher does: when one has failed, the others have a few seconds to notice."""
+    codes: dict[int, int] = {}
+    killed_at_s = float("inf")
+    while len(codes) < len(pids):
+        for pid in pids:
+            if pid not in codes and (found := os.waitpid(pid, os.WNOHANG))[0]:
+                codes[pid] = os.waitstatus_to_exitcode(found[1])
+        if any(codes.values()):
+            killed_at_s = min(killed_at_s, time.monotonic() + PATIENCE_S)
+        if time.monotonic() > killed_at_s:
+            for pid in set(pids) - codes.keys():
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.01)
+    return [codes[pid] for pid in pids]
+
+
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     for line in sys.stdin:
         question = json.loads(line)
         if "wait" in question:
-            answer = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in question["wait"]]
+            answer = wait_for(question["wait"])
         else:
             answer = []
             for rank in range(question["ranks"]):

@@ -31,8 +31,8 @@ from fourfold.train.step import train_step
 SAVED_STEPS, MORE_STEPS = 3, 2
 
 
-def build(path: str, process: Process, resume: str) -> Run:
-    config = load_config(path, [("resume", resume)])
+def build(path: str, process: Process, resume: str, *overrides: tuple[str, str]) -> Run:
+    config = load_config(path, [("resume", resume), *overrides])
     return build_run(resolve(config, process.world_size, has_gpu=False), process)
 
 
@@ -84,10 +84,19 @@ def whole_tensors(path: Path) -> dict[str, torch.Tensor]:
     return whole
 
 
-def count_different(run: Run, whole: dict[str, torch.Tensor]) -> int:
+def start_from(path: str, output_dir: str, process: Process) -> dict[str, Any]:
+    """A new run with the weights of a checkpoint and a fresh optimizer."""
+    source = checkpoint_path(Path(output_dir), SAVED_STEPS)
+    run = build(path, process, "never", ("model_name_or_path", str(source)))
+    moments = [tensor for named in run.optimizer.moments().values() for tensor in named.values()]
+    assert not any(local_tensor(tensor).any() for tensor in moments) and run.optimizer.updates == run.first_step == 0
+    return {"different": count_different(run, whole_tensors(source), is_weights_alone=True)}
+
+
+def count_different(run: Run, whole: dict[str, torch.Tensor], is_weights_alone: bool = False) -> int:
     """Blocks that are not bit-identical, over all ranks."""
     mine = 0
-    for name, piece in pieces_of(run.parallel, run.optimizer).items():
+    for name, piece in pieces_of(run.parallel, None if is_weights_alone else run.optimizer).items():
         where = tuple(slice(a, a + n) for a, n in zip(piece.offsets, piece.tensor.shape, strict=True))
         mine += not torch.equal(piece.tensor, whole[name][where])
     for named in (run.parallel.named_parameters(), *run.optimizer.moments().values()):
@@ -101,7 +110,8 @@ def count_different(run: Run, whole: dict[str, torch.Tensor]) -> int:
 def work(jobs: dict[str, Any], process: Process) -> dict[str, Any]:
     saved = {name: save_case(path, process) for name, path in jobs["save"].items()}
     loaded = {name: load_cases(job["config"], job["sources"], process) for name, job in jobs["load"].items()}
-    return {"saved": saved, "loaded": loaded}
+    started = {name: start_from(job["config"], job["source"], process) for name, job in jobs["start"].items()}
+    return {"saved": saved, "loaded": loaded, "started": started}
 
 
 def main() -> None:

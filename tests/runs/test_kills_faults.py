@@ -1,4 +1,4 @@
-"""Real runs whose disk is full, read-only or taken by another run: a sentence, exit code 2, and nothing saved is lost."""
+"""Real runs whose disk is full, read-only or taken by another run: a sentence, exit code 2, nothing saved is lost."""
 
 import os
 import signal
@@ -31,12 +31,6 @@ engine:
   async_save: {is_async}
   max_time: {max_time}
 """
-
-
-@pytest.fixture(scope="module")
-def forks() -> Iterator[Forks]:
-    with Forks() as opened:
-        yield opened
 
 
 def write_config(
@@ -112,7 +106,7 @@ def test_a_read_only_output_dir_is_refused_at_once(tmp_path: Path, forks: Forks)
     log = tmp_path / "log"
     with small_disk(tmp_path / "disk", "1m") as disk:
         subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
-        assert 2 in forks.wait(forks.start(write_config(tmp_path, disk / "run"), 1, log))
+        assert 2 in forks.wait(forks.start(write_config(tmp_path, disk / "run"), 2, log))
     assert "cannot be written to (Read-only file system)" in log.read_text()
 
 
@@ -139,7 +133,7 @@ def test_two_runs_on_one_output_dir_are_refused_and_a_dead_one_gives_way(tmp_pat
 
 def test_max_time_stops_all_ranks_together_and_says_so_by_its_exit_code(tmp_path: Path, forks: Forks) -> None:
     began_s = time.monotonic()
-    config = write_config(tmp_path, tmp_path / "run", max_time="00:08")
+    config = write_config(tmp_path, tmp_path / "run", max_time="00:06")
     assert forks.wait(forks.start(config, 2, tmp_path / "log")) == [75, 75], (tmp_path / "log").read_text()[-3000:]
     assert time.monotonic() - began_s < 12
     newest = complete_checkpoints(tmp_path / "run")[-1]

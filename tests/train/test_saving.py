@@ -3,11 +3,13 @@
 import math
 import shutil
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from fourfold.checkpoint import saver as module
 from fourfold.checkpoint.saver import Saver
@@ -158,14 +160,47 @@ def shape_of(outcome: loop.Outcome) -> dict[str, Any]:
 
 def test_what_differs_from_the_checkpoints_config_is_told(tmp_path: Path) -> None:
     run_training(tiny_config(tmp_path, max_steps=2))
-    moved = shutil.copy(tmp_path / "text.txt", tmp_path / "moved.txt")
-    run_training(tiny_config(tmp_path, max_steps=4, decay_steps=2, adam_beta2=0.9, logging_freq=2, num_workers=0))
+    moved = {"input_dir": shutil.copy(tmp_path / "text.txt", tmp_path / "moved.txt"), "num_workers": 0}
+    run_training(tiny_config(tmp_path, max_steps=4, decay_steps=2, adam_beta2=0.9, logging_freq=2, **moved))
     said = (tmp_path / "run" / "logs" / "workerlog.0").read_text().splitlines()
     warned = [line for line in said if "WARNING" in line and "the run that would have been" in line]
     assert len(warned) == 1 and "optimizer.adam_beta2 is 0.9, and was 0.95 in" in warned[0]
-    for key in ("engine.logging_freq is 2, and was 1", "data.num_workers is 0, and was 1", "engine.max_steps is 4"):
+    for key in ("engine.logging_freq is 2, and was 1", "moved.txt, and was", "engine.max_steps is 4"):
         assert any("INFO" in line and key in line for line in said), key
-    assert moved
+
+
+def test_a_clock_that_was_set_back_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Order is by step, and the curves are one: TensorBoard reads files in the order of the clocks that named them."""
+    real = time.time
+    with monkeypatch.context() as patched:
+        patched.setattr(time, "time", lambda: real() + 1e6)
+        run_training(tiny_config(tmp_path, max_steps=4, decay_steps=8, save_steps=2))
+    shutil.rmtree(checkpoint_path(tmp_path / "run", 4))
+    outcome = run_training(tiny_config(tmp_path, decay_steps=8, save_steps=2))
+    assert outcome.run.first_step == 2
+    assert names(tmp_path / "run")[-1] == "step_00000008"
+    assert run_training(tiny_config(tmp_path, decay_steps=8)).run.first_step == 8
+    curves = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
+    curves.Reload()
+    assert [event.step for event in curves.Scalars("train/loss")] == list(range(1, 9))
+
+
+def test_a_checkpoint_that_was_copied_half_way_is_passed_over(tmp_path: Path) -> None:
+    """In the order of names, as rsync copies, so the manifest is there; and a part under rsync's name for it."""
+    run_training(tiny_config(tmp_path, max_steps=4, save_steps=2, decay_steps=8, output_dir=tmp_path / "there"))
+    for step in (2, 4):
+        source, target = (checkpoint_path(tmp_path / folder, step) for folder in ("there", "run"))
+        shutil.copytree(source, target)
+    tensors = target / "tensors" / "rank_00000.safetensors"
+    part = tensors.with_name(".rank_00000.safetensors.pX3aQ1")
+    part.write_bytes(tensors.read_bytes()[:5000])
+    tensors.unlink()
+    outcome = run_training(tiny_config(tmp_path, decay_steps=8))
+    assert outcome.run.first_step == 2
+    assert "PASSED OVER" in (tmp_path / "run" / "logs" / "workerlog.0").read_text()
+    whole = run_training(tiny_config(tmp_path, decay_steps=8, output_dir=tmp_path / "whole"))
+    trained = dict(outcome.run.parallel.named_parameters())
+    assert all(torch.equal(trained[name], each) for name, each in whole.run.parallel.named_parameters().items())
 
 
 def test_only_complete_checkpoints_are_found(tmp_path: Path) -> None:

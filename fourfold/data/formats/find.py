@@ -9,8 +9,8 @@ from fourfold.data.formats.prepared import LENGTHS, MANIFEST, PROGRESS, TOKENIZE
 from fourfold.data.formats.tokenfile import TokenFile
 from fourfold.errors import DataError
 
-# How names end, what opens them (given the path without that end), longest ends first. A .bin is Megatron's if it has an
-# .idx beside it, else it is flat.
+# How names end, and what opens them, given the path without that end. A .bin is Megatron's if it has an .idx beside it,
+# else it is flat.
 OPENERS = {
     MANIFEST: open_prepared,
     IDS: lambda prefix: [open_paddle(prefix)],
@@ -35,7 +35,9 @@ def open_token_files(path: Path) -> list[TokenFile]:
         names = sorted(child.name for child in path.iterdir() if child.is_file())
         _refuse_unfinished(path, names)
         # a Megatron pair is opened by its .idx
-        mains = [name for name in names if _end_of(name) and not (name.endswith(".bin") and f"{name[:-4]}.idx" in names)]
+        mains = [
+            name for name in names if _end_of(name) and not (name.endswith(".bin") and f"{name[:-4]}.idx" in names)
+        ]
         return [file for name in mains for file in _open(path / name)]
     if not path.is_file():
         path = _of_prefix(path) or path
@@ -85,6 +87,6 @@ def _refuse_unfinished(folder: Path, names: list[str]) -> None:
         prefix = name.removesuffix(PROGRESS) if name.endswith(PROGRESS) else name.rpartition("-")[0]
         if name.endswith((PROGRESS, TOKENS)) and prefix not in complete:
             raise DataError(
-                f"'{folder / prefix}' is not complete: '{prefix}{MANIFEST}' is missing; run the same `fourfold prepare` "
-                "again, which goes on where it stopped"
+                f"'{folder / prefix}' is not complete: '{prefix}{MANIFEST}' is missing; run the same "
+                "`fourfold prepare` again, which goes on where it stopped"
             )

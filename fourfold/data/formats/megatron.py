@@ -57,7 +57,8 @@ def read_header(idx: Path) -> tuple[str, int, int]:
         raise unreadable(idx, error) from error
     if head.startswith(OLD_MAGIC):
         raise DataError(
-            f"'{idx}' is an index of Megatron's old, not memory-mapped kind (TNTIDX); preprocess with --dataset-impl mmap"
+            f"'{idx}' is an index of Megatron's old kind, which is not memory-mapped (TNTIDX); "
+            "preprocess again with --dataset-impl mmap"
         )
     if not head.startswith(MAGIC):
         raise DataError(f"'{idx}' does not begin with {MAGIC!r}: it is no Megatron index; remove it, or make it again")
