@@ -70,9 +70,9 @@ def pick_device(device: str, local_rank: int) -> torch.device:
 
 
 def prefer_fast_attention() -> None:
-    """cuDNN's attention first, where it takes the shapes: it is the fastest on Hopper, and the others stay behind it."""
+    """cuDNN's attention first, where it takes the shapes: the fastest on Hopper. The others stay behind it."""
     order = (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
-    torch._C._set_sdp_priority_order([int(backend) for backend in order])
+    torch._C._set_sdp_priority_order([int(backend.value) for backend in order])
 
 
 @contextmanager

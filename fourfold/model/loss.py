@@ -49,7 +49,7 @@ class _SummedCrossEntropy(torch.autograd.Function):
     ) -> torch.Tensor:
         w_vd = weight_vd.to(x_nd.dtype)
         total = torch.zeros(1, dtype=torch.float32, device=x_nd.device)
-        # What is saved for backward is never written in place: PyTorch 2.11's compiler would save what was there before.
+        # What is saved for backward is not written in place: PyTorch 2.11's compiler would save what was there before.
         dx_chunks: list[torch.Tensor] = []
         dw_vd = torch.zeros_like(weight_vd, dtype=torch.float32) if wants_grad else None
         step = chunk_rows(x_nd.shape[0], weight_vd.shape[0])
