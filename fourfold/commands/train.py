@@ -43,7 +43,7 @@ def train_command(context: typer.Context) -> None:
 def work(config: Config) -> int:
     """Be the only process of a run, or one of several."""
     with join_processes(config.global_.device, GROUP_TIMEOUT_S) as process:
-        start_log(local_folder(config.engine.output_dir), process.rank, process.is_first and not screen.is_terminal)
+        start_log(local_folder(config.engine.output_dir), process.rank, screen if process.is_first else None)
         outcome = train(config, process, screen)
         if process.is_first:
             conclude(outcome)

@@ -29,6 +29,8 @@ from fourfold.train.step import StepResult
 log = logging.getLogger("fourfold")
 
 LOG_FORMAT = "[%(asctime)s] [%(levelname)8s] - %(message)s"
+# marks the lines of every step, evaluation and save, which a progress bar stands for on a terminal
+ROUTINE = {"is_routine": True}
 METRICS_FILE = "metrics.jsonl"
 
 # metrics.jsonl key -> TensorBoard tag; what is not here is not a curve
@@ -150,7 +152,7 @@ class Metrics:
         if self.run.loss_scale.is_dynamic:
             values["loss_scale"] = float(entry.loss_scale)
         self._save(values)
-        log.info(self.line(values))
+        log.info(self.line(values), extra=ROUTINE)
         if entry.result.grad_norm == 0.0:
             log.warning(f"global step {done} has a gradient norm of exactly zero: nothing is being learnt")
         if bool(entry.result.is_skipped):
@@ -186,7 +188,8 @@ class Metrics:
         epoch, batch = epoch_of(passes, batch_size, step - 1), batch_in_epoch(passes, batch_size, step - 1)
         self._save({"step": step, "epoch": epoch, "eval_loss": loss, "eval_s": took_s})
         log.info(
-            f"valid step {step}, epoch: {epoch}, batch: {batch}, loss: {loss:f}, speed: {batches / took_s:.2f} step/s"
+            f"valid step {step}, epoch: {epoch}, batch: {batch}, loss: {loss:f}, speed: {batches / took_s:.2f} step/s",
+            extra=ROUTINE,
         )
         if self.progress:
             self.progress.console.print(f"step {step:>7,}  validation loss {loss:.4f}", highlight=False)
@@ -196,7 +199,7 @@ class Metrics:
         self.flush()
         self.logged_s += waited_s
         if self.is_speaker:
-            log.info(f"saving step {step}: training waited {waited_s:.2f} s")
+            log.info(f"saving step {step}: training waited {waited_s:.2f} s", extra=ROUTINE)
 
     def _save(self, values: dict[str, Any]) -> None:
         # JSON knows no infinity: the norm of a skipped step is null
@@ -226,8 +229,21 @@ def progress_bar(console: Console) -> Progress:
     )
 
 
-def start_log(output_dir: Path, rank: int, is_shown: bool) -> None:
-    """Log to logs/workerlog.<rank>, and to the console where `is_shown`."""
+class ScreenHandler(logging.Handler):
+    """What is said once, on a terminal, above the progress bar; the bar stands for the steps' own lines."""
+
+    def __init__(self, console: Console) -> None:
+        super().__init__()
+        self.console = console
+        self.addFilter(lambda record: not hasattr(record, "is_routine"))
+
+    def emit(self, record: logging.LogRecord) -> None:
+        style = "yellow" if record.levelno >= logging.WARNING else None
+        self.console.print(record.getMessage(), style=style, markup=False, soft_wrap=True)
+
+
+def start_log(output_dir: Path, rank: int, console: Console | None) -> None:
+    """Log to logs/workerlog.<rank>, and to the console if one is given: in a pipe the same lines."""
     folder = output_dir / "logs"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -236,8 +252,8 @@ def start_log(output_dir: Path, rank: int, is_shown: bool) -> None:
         raise LaunchError(
             f"engine.output_dir = {output_dir} cannot be written to ({error.strerror}); write another folder"
         ) from error
-    if is_shown:
-        handlers.append(logging.StreamHandler())
+    if console is not None:
+        handlers.append(ScreenHandler(console) if console.is_terminal else logging.StreamHandler())
     logging.raiseExceptions = False  # a full disk that takes no more lines is told by what else it refuses
     log.handlers.clear()
     log.setLevel(logging.INFO)
