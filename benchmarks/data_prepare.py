@@ -3,7 +3,7 @@
     python benchmarks/data_prepare.py TOKENIZER [--megabytes 1000] [--workers 1] [--megatron CHECKOUT]
 
 The input is this Python's own documentation as JSON lines, over and over. Speed is megabytes of text per second over
-the whole command, start-up included; memory is the largest sum of resident sets of the command's processes.
+the whole command, start-up included; memory is the largest sum of proportional set sizes of the command's processes.
 """
 
 import argparse
@@ -26,7 +26,7 @@ def write_input(path: Path, megabytes: float) -> int:
     return rounds * text_bytes
 
 
-def resident_bytes(root: int) -> int:
+def proportional_bytes(root: int) -> int:
     """Of a process and its children: pages they share count once each, as proportional set size."""
     children: dict[int, list[int]] = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
@@ -52,7 +52,7 @@ def measure(command: list[str], cwd: Path | None = None) -> tuple[float, int]:
     with tempfile.TemporaryFile("w+") as output:
         process = subprocess.Popen(command, cwd=cwd, stdout=output, stderr=subprocess.STDOUT)
         while process.poll() is None:
-            most = max(most, resident_bytes(process.pid))
+            most = max(most, proportional_bytes(process.pid))
             time.sleep(0.2)
         took_s = time.perf_counter() - began_s
         if process.returncode:

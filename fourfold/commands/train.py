@@ -10,6 +10,7 @@ from fourfold.config.keys import describe_keys
 from fourfold.config.resolve import layout_of, with_vocab_size
 from fourfold.config.schema import Config
 from fourfold.cost.params import count_parameters
+from fourfold.errors import DataError
 from fourfold.generate.load import load_for_generation
 from fourfold.generate.sample import Sampling, generate_tokens
 from fourfold.launch.torchrun import launch_local
@@ -22,6 +23,7 @@ from fourfold.train.rehearse import count_built, forecast
 GROUP_TIMEOUT_S = 600.0
 DEFAULT_VOCAB_SIZE = 50304
 MOST_PARAMETERS_TO_SHOW = 10**9
+OPENING = "The "
 
 
 def train_command(context: typer.Context) -> None:
@@ -113,8 +115,12 @@ def write_sample(outcome: Outcome) -> str:
     had_nothing_to_do = outcome.step == run.first_step and run.resumed_from
     path = had_nothing_to_do or checkpoint_path(locate(run.config.engine.output_dir), outcome.step)
     gpt, model, tokenizer = load_for_generation(path, run.process.device)
-    prompt, sampling = [run.corpus.first_token], Sampling(max_new_tokens=300, temperature=0.8)
-    return tokenizer.decode(list(generate_tokens(gpt, model, prompt, sampling, tokenizer.vocab_size)))
+    try:
+        prompt = tokenizer.encode(OPENING).tolist()
+    except DataError:  # a text without these letters
+        prompt = [run.corpus.first_token]
+    sampling = Sampling(max_new_tokens=300, temperature=0.8)
+    return tokenizer.decode([*prompt, *generate_tokens(gpt, model, prompt, sampling, tokenizer.vocab_size)])
 
 
 def print_train_help() -> None:
