@@ -1,5 +1,7 @@
 """Differences between PyTorch versions, one function each, with the reason and when it can go."""
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch.distributed import _functional_collectives as funcol
@@ -15,3 +17,11 @@ def reduce_scatter(x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch
     """2.13 renamed reduce_scatter_tensor to reduce_scatter_single. Remove when 2.13 is the oldest version supported."""
     scatter = getattr(funcol, "reduce_scatter_single", None) or funcol.reduce_scatter_tensor
     return funcol.wait_tensor(scatter(x, "sum", dim, group))  # type: ignore[no-untyped-call, no-any-return]
+
+
+def fsdp_groups(state: Any) -> list[Any]:
+    """2.11 has at most one group per FSDP state, by another name. Remove when 2.13 is the oldest version supported."""
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:
+        groups = [group for group in (state._fsdp_param_group,) if group is not None]
+    return list(groups)

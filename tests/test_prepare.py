@@ -26,9 +26,9 @@ from fourfold.data import documents as documents_module
 from fourfold.data import prepare as prepare_module
 from fourfold.data.bpe import train_bpe
 from fourfold.data.corpus import load_corpus
-from fourfold.data.documents import find_inputs, read_chunks
+from fourfold.data.documents import find_inputs, read_chunks, read_texts
 from fourfold.data.formats.find import open_token_files
-from fourfold.data.prepare import Options, Tally, prepare
+from fourfold.data.prepare import Options, Tally, prepare, remove_prepared
 from fourfold.data.tokenizer import BpeTokenizer, CharacterTokenizer, open_tokenizer
 from fourfold.errors import DataError
 
@@ -117,7 +117,7 @@ def test_the_manifest_tells_what_there_is(tmp_path: Path, tokenizer: BpeTokenize
     assert manifest["documents"] == tally.documents == len(TEXTS)
     assert manifest["tokens"] == sum(map(len, written(tmp_path / "x")))
     assert len(manifest["shards"]) == len(tally.shards) > 3
-    assert manifest["dtype"] == "uint16" and manifest["max_token"] == tokenizer.eos_id
+    assert manifest["dtype"] == "uint16"
     assert manifest["tokenizer"]["fingerprint"] == tokenizer.fingerprint
     assert open_tokenizer(str(tmp_path / "x.tokenizer.json")) == tokenizer
     assert not list(tmp_path.glob("*.partial")) and not list(tmp_path.glob("*.progress.json"))
@@ -204,7 +204,7 @@ BAD: dict[str, tuple[bytes, str]] = {
     "empty": (b'{"text": ""}\n', "line 3: the document is empty"),
     "blank": (b'{"text": " \\n"}\n', "line 3: the document is empty"),
     "not UTF-8": (b'{"text": "caf\xe9"}\n', "line 3: byte 13 of the line is 0xe9, which is not UTF-8"),
-    "half a pair": (b'{"text": "a\\ud800"}\n', "line 3: character 1 of the text is half of a surrogate pair"),
+    "half a pair": (b'{"text": "a\\ud800"}\n', "line 3: the text holds half of a surrogate pair (its character 1)"),
 }
 
 
@@ -222,6 +222,59 @@ def test_a_bad_line_is_named_and_can_be_passed_over(tmp_path: Path, tokenizer: B
     tally = run(path, tmp_path / "x", tokenizer, skip_bad=2)
     assert (tally.documents, tally.skipped.total(), len(tally.skipped)) == (4, 2, 1)
     assert [document[:-1] for document in written(tmp_path / "x")] == [tokenizer.encode(t).tolist() for t in TEXTS[:4]]
+
+
+def test_half_a_surrogate_pair_is_refused_whatever_reads_it(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text(lines(["ab"]) + '{"text": "b\\ud83d"}\n{"text": "\\ud83d\\ude00 a"}\n{"text": "\\ude00"}\n')
+    characters = CharacterTokenizer(" ab😀", has_eos=True)
+    with pytest.raises(DataError, match=r"a.jsonl', line 2: the text holds half of a surrogate pair"):
+        run(path, tmp_path / "x", characters)
+    tally = run(path, tmp_path / "x", characters, skip_bad=2)
+    assert tally.documents == 2 and tally.skipped == {"the text holds half of a surrogate pair": 2}
+    with pytest.raises(DataError, match=r"a.jsonl', line 2: the text holds half of a surrogate pair"):
+        train_bpe(read_texts(find_inputs([str(path)]), "text", None), 300)
+
+
+def test_rows_that_are_no_text_are_named(tmp_path: Path, tokenizer: BpeTokenizer) -> None:
+    for value, kind in ((5, "int"), (b"a", "bytes"), (None, "NoneType")):
+        path = tmp_path / f"{kind}.parquet"
+        parquet.write_table(pyarrow.table({"text": [value] * 9}), path)
+        with pytest.raises(DataError, match=f"{kind}.parquet', row 1: 'text' is {kind}, not text"):
+            run(path, tmp_path / kind, tokenizer)
+        good = write(tmp_path / "a.jsonl", TEXTS[:1])
+        assert run([path, good], tmp_path / kind, tokenizer, skip_bad=9).skipped.total() == 9
+
+
+def test_overwriting_spares_the_files_of_others(tmp_path: Path, tokenizer: BpeTokenizer) -> None:
+    source = write(tmp_path / "data-train.jsonl", TEXTS[:5])
+    others = ["data-00000.txt", "data-extra.tokens.npy", "xdata-00000.tokens.npy", "data-00000.tokens.npy.old"]
+    for name in others:
+        (tmp_path / name).write_text("mine")
+    run(source, tmp_path / "data", tokenizer)
+    (tmp_path / "data-00001.tokens.npy.partial").write_text("")
+    remove_prepared(tmp_path / "data")
+    assert {path.name for path in tmp_path.iterdir()} == {*others, source.name}
+
+
+def test_a_folder_may_hold_the_output_too(tmp_path: Path, tokenizer: BpeTokenizer) -> None:
+    write(tmp_path / "a.jsonl.gz", TEXTS[:5])
+    write(tmp_path / "b.parquet", TEXTS[:5])
+    (tmp_path / "tokenizer.json").write_text("{}")
+    (tmp_path / "README.md").write_text("about")
+    for _ in range(2):
+        assert run(tmp_path, tmp_path / "x", tokenizer).documents == 10
+    assert [each.path.name for each in find_inputs([str(tmp_path)])] == ["a.jsonl.gz", "b.parquet"]
+    assert find_inputs([str(tmp_path / "README.md")])[0].kind == "text"
+
+
+@pytest.mark.parametrize("middle", ["\n\u3000", "\u2003\n", "\n/", "\u2003\u2003", "\n\n\n"])
+def test_a_piece_of_text_never_ends_where_a_token_may_go_on(middle: str) -> None:
+    data = ("é" * 400 + middle * 30).encode()
+    for end in range(len(data) - 90, len(data)):
+        cut, _, is_end = documents_module._cut(data[:end], None, is_last=False)
+        before, after = data[:cut].decode(), data[cut:].decode()  # neither is half a character
+        assert not is_end and not after[0].isspace() and after[0] != "/" and before[-1] in "é\n"
 
 
 def test_a_bad_text_file_is_passed_over_whole(tmp_path: Path, tokenizer: BpeTokenizer) -> None:

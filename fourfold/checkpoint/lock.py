@@ -37,6 +37,7 @@ class Lock:
         self.descriptor: int | None = None
         self.heart: threading.Thread | None = None
         self.is_over = threading.Event()
+        self.is_lost = False
 
     def __enter__(self) -> Self:
         on_first(self._take)
@@ -49,7 +50,8 @@ class Lock:
         elif self.heart:
             self.is_over.set()
             self.heart.join()
-            self.file.unlink(missing_ok=True)
+            if not self.is_lost:
+                self.file.unlink(missing_ok=True)
 
     def _take(self) -> None:
         self.output.mkdir(parents=True, exist_ok=True)
@@ -93,8 +95,15 @@ class Lock:
         while not self.is_over.wait(BEAT_S):
             mine["beat"] += 1
             try:
+                now = read_owner(self.file)
+                if now and now | {"beat": 0} != mine | {"beat": 0}:
+                    self.is_lost = True
+                    log.warning(
+                        f"{self.file} was taken over by process {now['pid']} on {now['host']}: stop one of the two"
+                    )
+                    return
                 self.file.write_text(json.dumps(mine))
-            except OSError as error:
+            except Exception as error:  # every store has its own kinds
                 log.warning(f"{self.file} could not be written: {error}")
 
     def _refusal(self, owner: dict[str, Any] | None) -> str:
@@ -125,7 +134,10 @@ def is_alive(owner: dict[str, Any], file: AnyPath, is_over: threading.Event) -> 
     log.warning(f"{file} is of process {owner['pid']} on {owner['host']}; waiting to see whether it lives")
     for _ in range(WATCHED_BEATS):
         is_over.wait(BEAT_S)
-        if read_owner(file) != owner:
+        now = read_owner(file)
+        if now is None:  # released; only on a disk can it be seen half written
+            return isinstance(file, Path) and file.exists()
+        if now != owner:
             return True
     return False
 

@@ -11,6 +11,8 @@ from typing import NamedTuple
 import xxhash
 from upath import UPath
 
+from fourfold.errors import CheckpointError
+
 AnyPath = Path | UPath
 
 BLOCK_BYTES = 2**24
@@ -30,7 +32,17 @@ def locate(address: str | AnyPath) -> AnyPath:
         return address
     if address.startswith("file://"):
         return Path(address.removeprefix("file://"))
-    return UPath(address, use_listings_cache=False) if "://" in address else Path(address)
+    if "://" not in address:
+        return Path(address)
+    try:
+        path = UPath(address, use_listings_cache=False)
+        _ = path.fs  # here its package is imported
+    except (ValueError, ImportError) as error:
+        raise CheckpointError(
+            f"{address} cannot be used: {error}; install the package of its protocol (for s3:// that is s3fs), or "
+            "write a local folder"
+        ) from error
+    return path
 
 
 def is_local(path: AnyPath) -> bool:

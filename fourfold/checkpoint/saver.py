@@ -8,6 +8,7 @@ step.
 import logging
 import threading
 import time
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Self
@@ -57,17 +58,20 @@ class Saver:
         self.copies: dict[str, torch.Tensor] = {}
         self.thread: threading.Thread | None = None
         self.error: CheckpointError | None = None
+        self.state_bytes = 0
         self.slowest_s = 0.0
         on_first(lambda: remove_leftovers(self.output), self.group)
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, raised: BaseException | None, _: object) -> None:
         if kind is None:
             self.wait()
         elif issubclass(kind, Exception) and self.thread:  # not a second Ctrl-C, which stops at once
             self.thread.join()
+            if self.error and raised is not self.error:
+                log.error(str(self.error))
 
     @property
     def has_failed(self) -> bool:
@@ -75,13 +79,16 @@ class Saver:
 
     @property
     def expected_s(self) -> float:
-        """How long the next save will take, to judge by those before it."""
-        return self.slowest_s or sum(copy.nbytes for copy in self.copies.values()) / FIRST_GUESS_BYTES_PER_S
+        """How long the next save will take, to judge by those before it; it waits for one that is still going on."""
+        one_s = self.slowest_s or self.state_bytes / FIRST_GUESS_BYTES_PER_S
+        return 2 * one_s if self.thread and self.thread.is_alive() else one_s
 
     def reserve(self, pieces: dict[str, Piece]) -> None:
-        """Make room for the copy before the first save needs it, in the thread, so that the first is as fast as any."""
+        """Make room for the copy before the first save needs it, in the thread, so that the first is as fast as any.
+        All ranks together: where one has no room, all hear of it."""
+        self.state_bytes = sum(piece.tensor.nbytes for piece in pieces.values() if piece.is_written_here)
         if self.engine.async_save:
-            self._make_room(pieces)
+            on_all(lambda: self._make_room(pieces), self.group)
             self.thread = threading.Thread(target=self._touch, name="saver", daemon=True)
             self.thread.start()
 
@@ -118,25 +125,35 @@ class Saver:
         return {name: piece._replace(tensor=self.copies[name]) for name, piece in pieces.items()}
 
     def _make_room(self, pieces: dict[str, Piece]) -> None:
-        for name, (tensor, _, _, is_written_here) in pieces.items():
-            if is_written_here and tensor.numel() and name not in self.copies:
-                self.copies[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+        mine = {name: piece.tensor for name, piece in pieces.items() if piece.is_written_here and piece.tensor.numel()}
+        try:
+            for name, tensor in mine.items():
+                if name not in self.copies:
+                    self.copies[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+        except RuntimeError as error:
+            size = sum(tensor.nbytes for tensor in mine.values()) / 2**30
+            raise CheckpointError(
+                f"engine.async_save needs {size:.1f} GiB of host memory on rank {dist.get_rank()}, which could not be "
+                f"had ({str(error).splitlines()[0]}); set engine.async_save = false"
+            ) from error
 
     def _touch(self) -> None:
-        """The system gives memory out page by page, at the first touch."""
+        """The system gives memory out page by page, at the first touch; what is pinned has been touched."""
         for copy in self.copies.values():
-            copy.zero_()
+            if not copy.is_pinned():
+                copy.zero_()
 
     def _run(self, pieces: dict[str, Piece], progress: Progress, texts: dict[str, str], began_s: float) -> None:
         try:
             path = self._write(pieces, progress, texts)
         except Exception as error:  # also a gloo that has lost a rank: nothing may die unheard in a thread
-            if dist.get_rank() == 0:
-                remove_unfinished(self.output, progress.step)
             self.error = CheckpointError(
                 f"the checkpoint of step {progress.step} could not be saved: {error}; what was saved before is "
                 f"untouched, so make room or choose another engine.output_dir and go on from there"
             )
+            if dist.get_rank() == 0:
+                with suppress(Exception):  # what was in the way of the save may be in the way of this too
+                    remove_unfinished(self.output, progress.step)
             return
         took_s = time.perf_counter() - began_s
         self.slowest_s = max(self.slowest_s, took_s)

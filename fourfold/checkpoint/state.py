@@ -52,16 +52,21 @@ def whole_piece(tensor: torch.Tensor) -> Piece:
 def pieces_of(parallel: ParallelModel, optimizer: AdamW | None) -> dict[str, Piece]:
     """By names that do not depend on the layout. Weights alone where no optimizer is given."""
     model, layout, at = parallel.config.model, parallel.layout, parallel.at
-    groups: dict[str, Mapping[str, torch.Tensor]] = {"model": parallel.named_parameters()}
+    groups: dict[str, Mapping[str, torch.Tensor]] = {
+        "model": optimizer.placed if optimizer else parallel.named_parameters()
+    }
     if optimizer:
         groups |= {f"optimizer.{moment}": named for moment, named in optimizer.moments().items()}
     pieces: dict[str, Piece] = {}
     for number, parameter in enumerate(parallel.table()):
         saved = saved_name(parameter.name, model)
         is_mine = saved == parameter.name and is_writer(number, parameter.mp_dim is None, layout, at)
-        offsets = shard_of(parameter, layout, at).offsets
+        offsets, shape = shard_of(parameter, layout, at)
         for group, named in groups.items():
             local = local_tensor(named[parameter.name].detach())
+            assert tuple(local.shape) == shape, (
+                f"{group}.{parameter.name}: {tuple(local.shape)} is not the shard {shape}"
+            )
             # where the embedding and its tied copy are both here, the first one stands for both
             pieces.setdefault(f"{group}.{saved}", Piece(local, parameter.shape, offsets, is_mine))
     return pieces

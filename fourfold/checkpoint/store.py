@@ -6,10 +6,13 @@ without its manifest does not exist for anyone, and a complete one is never writ
 """
 
 import json
+import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
 
 from fourfold.checkpoint.manifest import (
     MANIFEST,
@@ -22,6 +25,7 @@ from fourfold.checkpoint.manifest import (
 from fourfold.checkpoint.paths import (
     AnyPath,
     FileEntry,
+    files_below,
     is_local,
     locate,
     remove_folder,
@@ -104,12 +108,24 @@ def commit_checkpoint(
     if folder != path:
         remove_folder(path)  # has no manifest, so it is nobody's checkpoint
         folder.rename(path)  # type: ignore[arg-type]
-        sync_folder(path.parent)
+        for each in (path.parent, output_dir):
+            sync_folder(each)
     return path
 
 
 def is_complete(path: AnyPath) -> bool:
-    return (path / MANIFEST).exists()
+    file = path / MANIFEST
+    return file.exists() if isinstance(file, Path) else _ask(file, file.fs.info) is not None
+
+
+def _ask(path: AnyPath, question: Callable[[str], Any]) -> Any:
+    """What a remote store answers, None if nothing is there. For fsspec's `exists` a dead network is that, too."""
+    try:
+        return question(path.path)  # type: ignore[union-attr]
+    except FileNotFoundError:
+        return None
+    except Exception as error:  # every store has its own kinds
+        raise CheckpointError(f"{path} cannot be read: {error}; see that its store can be reached") from error
 
 
 def remove_old(output_dir: AnyPath, keep_last: int, keep_best: bool) -> None:
@@ -120,19 +136,19 @@ def remove_old(output_dir: AnyPath, keep_last: int, keep_best: bool) -> None:
         kept = [*kept, best]
     for old in found:
         if old not in kept:
-            (old / MANIFEST).unlink()  # first: half a removal must not look like a checkpoint
+            (old / MANIFEST).unlink(missing_ok=True)  # first: half a removal must not look like a checkpoint
             remove_folder(old)
 
 
 def best_checkpoint(paths: list[AnyPath]) -> AnyPath | None:
-    """The first with the lowest evaluation loss; None if none was evaluated."""
+    """The first with the lowest evaluation loss; None if none has a finite one."""
     losses = {}
     for path in paths:
         try:
             losses[path] = load_progress(read_manifest(path)).eval_loss
         except CheckpointError:  # whoever loads it is told; it is not the best
             continue
-    known = {path: loss for path, loss in losses.items() if loss is not None}
+    known = {path: loss for path, loss in losses.items() if loss is not None and math.isfinite(loss)}
     return min(known, key=lambda path: known[path]) if known else None
 
 
@@ -155,15 +171,18 @@ def remove_unfinished(output_dir: AnyPath, step: int) -> None:
 
 def set_aside(path: AnyPath) -> AnyPath:
     """Make a damaged checkpoint stop being one, without losing what is left of it; where it is now."""
-    if not is_local(path):
-        target = path / f"{MANIFEST}{DAMAGED}"
-        target.write_bytes((path / MANIFEST).read_bytes())
-        (path / MANIFEST).unlink()
-        return target
+    taken = {each.name for each in _entries(path.parent)}
     number = 1
-    while (target := path.with_name(f"{path.name}{DAMAGED}{number}")).exists():
+    while (target := path.with_name(f"{path.name}{DAMAGED}{number}")).name in taken:
         number += 1
-    path.rename(target)  # type: ignore[arg-type]
+    if isinstance(path, Path):
+        path.rename(target)  # type: ignore[arg-type]
+    else:
+        for name in files_below(path):  # one by one: on S3 `mv` of a folder stumbles over the folders in it
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            path.fs.cp_file((path / name).path, (target / name).path)  # type: ignore[union-attr]
+        (path / MANIFEST).unlink(missing_ok=True)
+        remove_folder(path)
     return target
 
 
@@ -171,8 +190,13 @@ def set_aside(path: AnyPath) -> AnyPath:
 
 
 def _entries(folder: AnyPath) -> Iterator[AnyPath]:
-    if folder.is_dir():
-        yield from folder.iterdir()
+    if isinstance(folder, Path):
+        if folder.is_dir():
+            yield from folder.iterdir()
+        return
+    found = _ask(folder, lambda path: folder.fs.ls(path, detail=False)) or []
+    names = {name.rstrip("/").rsplit("/", 1)[-1] for name in found if name.strip("/") != folder.path.strip("/")}
+    yield from (folder / name for name in sorted(names))
 
 
 def complete_checkpoints(output_dir: AnyPath) -> list[AnyPath]:

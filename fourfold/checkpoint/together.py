@@ -67,8 +67,14 @@ def find_together(output: AnyPath, resume: str) -> Manifest | None:
 def verify_together(path: str) -> Manifest:
     """Every byte of a checkpoint is read and checked once, by one rank or another, before anything is built on it."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    on_all(lambda: verify_files(read_manifest(locate(path)), rank, ranks))
-    return read_manifest(locate(path))
+    read: list[Manifest] = []  # once, where its failure is told to all; each rank keeps its own, which may be long
+
+    def check() -> None:
+        read.append(read_manifest(locate(path)))
+        verify_files(read[0], rank, ranks)
+
+    on_all(check)
+    return read[0]
 
 
 def load_together(manifest: Manifest, pieces: dict[str, Piece]) -> None:

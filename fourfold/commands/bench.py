@@ -65,6 +65,8 @@ def bench_command(context: typer.Context) -> None:
         for contender in ("fourfold", *peers)
         if (measured := measure_in_process(context.args, contender, size)) is not None
     ]
+    if not found:
+        raise typer.Exit(1)
     print_table(found)
     if own["--json"]:
         Path(own["--json"]).write_text(json.dumps([asdict(each) for each in found], indent=1), encoding="utf-8")

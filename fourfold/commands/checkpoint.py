@@ -44,8 +44,9 @@ def list_command(folder: Folder) -> None:
         try:
             manifest = read_manifest(path)
             loss = load_progress(manifest).eval_loss
-        except DamagedError as error:
-            table.add_row(str(path), "damaged", "", "", str(error))
+        except CheckpointError as error:
+            what = "damaged" if isinstance(error, DamagedError) else "unreadable"
+            table.add_row(str(path), what, "", "", str(error))
             continue
         size = sum(entry.bytes for entry in manifest.files.values()) / 2**20
         shown = "" if loss is None else f"{loss:.4f}{' (best)' if path == best else ''}"

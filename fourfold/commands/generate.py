@@ -38,6 +38,10 @@ def generate_command(
     sampling = Sampling(max_new_tokens, temperature, top_k, top_p, seed, not no_cache)
     text = tokenizer.decode([0]) if prompt is None else prompt
     tokens = tokenizer.encode(text).tolist()
+    if not tokens:
+        raise ConfigError(
+            f"--prompt = {text!r} gives no tokens with this model's tokenizer; give another, or leave it out"
+        )
     print(text, end="", flush=True)
     for piece in decode_stream(tokenizer, generate_tokens(gpt, model, tokens, sampling, tokenizer.vocab_size)):
         print(piece, end="", flush=True)

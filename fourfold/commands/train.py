@@ -1,16 +1,17 @@
 """`fourfold train`: in this process, as one of several, or, where several are needed, by starting them."""
 
+import torch
 import typer
 from rich.table import Table
 
 from fourfold.checkpoint.paths import local_folder, locate
-from fourfold.checkpoint.store import checkpoint_path
+from fourfold.checkpoint.store import checkpoint_path, is_complete
 from fourfold.commands.options import prepare_config, screen, take_options
 from fourfold.config.keys import describe_keys
 from fourfold.config.resolve import layout_of, with_vocab_size
 from fourfold.config.schema import Config
 from fourfold.cost.params import count_parameters
-from fourfold.errors import DataError
+from fourfold.errors import CheckpointError, DataError, FourfoldError
 from fourfold.generate.load import load_for_generation
 from fourfold.generate.sample import Sampling, generate_tokens
 from fourfold.launch.torchrun import launch_local
@@ -19,6 +20,7 @@ from fourfold.mesh.process import count_cores, is_worker, join_processes, wait_f
 from fourfold.train.loop import Outcome, train
 from fourfold.train.metrics import start_log
 from fourfold.train.rehearse import count_built, forecast
+from fourfold.train.verify import CORPUS
 
 GROUP_TIMEOUT_S = 600.0
 DEFAULT_VOCAB_SIZE = 50304
@@ -32,12 +34,15 @@ def train_command(context: typer.Context) -> None:
     if own["--help"] or own["-h"]:
         print_train_help()
         return
+    if own["--dry_run"]:  # the text is not needed for it
+        rehearse(*prepare_config([*arguments, "--input_dir", CORPUS]))
+        return
     config, world_size = prepare_config(arguments)
-    if own["--dry_run"]:
-        rehearse(config, world_size)
-    elif world_size > 1 and not is_worker():
+    refuse_checkpoint(config.engine.output_dir)
+    if world_size > 1 and not is_worker():
         warn_about_cores(config, world_size)
-        launch_local(world_size, ["train", *arguments], local_folder(config.engine.output_dir) / "logs")
+        debug = ["--debug"] if own["--debug"] else []
+        launch_local(world_size, ["train", *arguments, *debug], local_folder(config.engine.output_dir) / "logs")
     else:
         raise typer.Exit(work(config))
 
@@ -47,10 +52,20 @@ def work(config: Config) -> int:
     with join_processes(config.global_.device, GROUP_TIMEOUT_S) as process:
         start_log(local_folder(config.engine.output_dir), process.rank, screen if process.is_first else None)
         outcome = train(config, process, screen)
-        if process.is_first:
+        if process.is_first and outcome.exit_code:
             conclude(outcome)
         wait_for_all()  # whoever leaves first with an exit code ends the others
+    if process.is_first and not outcome.exit_code:  # nobody waits for the sample
+        conclude(outcome)
     return outcome.exit_code
+
+
+def refuse_checkpoint(output_dir: str) -> None:
+    if is_complete(locate(output_dir)):
+        raise CheckpointError(
+            f"engine.output_dir = {output_dir} is itself a checkpoint, which is never written to; write another "
+            f"folder, and engine.resume = {output_dir} to go on from it"
+        )
 
 
 def warn_about_cores(config: Config, world_size: int) -> None:
@@ -90,13 +105,19 @@ def conclude(outcome: Outcome) -> None:
     if outcome.exit_code:
         screen.print(
             f"\nStopped after step {outcome.step:,} of {run.total_steps:,} and saved. To go on from there:\n"
-            f"  fourfold train {folder / 'config.yaml'}",
+            f"  fourfold train {folder / 'config.yaml'}"
+            + ("" if run.config.engine.resume == "auto" else " --resume auto"),
             soft_wrap=True,
         )
         return
     if count_parameters(run.config.model) <= MOST_PARAMETERS_TO_SHOW:
-        screen.print("\nThe model writes:\n", style="bold")
-        screen.print(write_sample(outcome), markup=False)
+        try:
+            sample = write_sample(outcome)
+        except (torch.OutOfMemoryError, FourfoldError) as error:
+            screen.print(f"\nA sample is left out: {str(error).splitlines()[0]}", markup=False, soft_wrap=True)
+        else:
+            screen.print("\nThe model writes:\n", style="bold")
+            screen.print(sample, markup=False)
     loss = "" if outcome.eval_loss is None else f", validation loss {outcome.eval_loss:.4f} nats per token"
     screen.print(f"\n{outcome.step:,} steps done{loss}.", style="bold")
     for what, where in (
@@ -135,5 +156,5 @@ def print_train_help() -> None:
             section = leaf.section
             table.add_row("")
             table.add_row(f"[bold]{section}[/bold]")
-        table.add_row(f"--{leaf.key}", f"{leaf.doc} ({leaf.choices}; default {leaf.default})".replace("[", r"\["))
+        table.add_row(f"--{leaf.key}", f"{leaf.doc} ({leaf.choices}; default {leaf.default_text})".replace("[", r"\["))
     screen.print(table)

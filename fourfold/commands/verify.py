@@ -38,9 +38,16 @@ def verify_command(context: typer.Context) -> None:
         return
     if own["--layouts"] not in ("", "all"):
         raise ConfigError(f"--layouts = {own['--layouts']} is not all; leave it out to verify the config's own layout")
+    for name in ("--steps", "--most"):
+        if own[name] < 1:
+            raise ConfigError(f"{name} = {own[name]} is not a whole number of at least 1")
+    is_all = own["--layouts"] == "all"
     # the text itself is not needed: a built-in one stands in for it
-    config, world_size = prepare_config([*arguments, "--input_dir", CORPUS], own["--world_size"] or None)
-    if own["--layouts"] == "all":
+    config, processes = prepare_config(
+        [*arguments, "--input_dir", CORPUS], None if is_all else own["--world_size"] or None
+    )
+    world_size = own["--world_size"] or processes
+    if is_all:
         layouts = legal_layouts(config, world_size)
     else:
         asked = layout_of(config, world_size)

@@ -1,5 +1,7 @@
 """What a device can do at most, by the name it reports. Vendors' dense figures, in FLOP/s, for MFU."""
 
+import re
+
 BF16_PEAK_FLOPS = {
     "H200": 989e12,
     "H100": 989e12,
@@ -14,7 +16,5 @@ BF16_PEAK_FLOPS = {
 
 def peak_flops(device_name: str) -> float | None:
     """None for a device that is not in the table: measure it instead."""
-    for name, flops in BF16_PEAK_FLOPS.items():
-        if name in device_name:
-            return flops
-    return None
+    words = re.split(r"[ -]", device_name)
+    return next((flops for name, flops in BF16_PEAK_FLOPS.items() if name in words), None)

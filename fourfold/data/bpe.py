@@ -42,7 +42,7 @@ class BpeTokenizer:
             raise DataError(
                 f"it is no tokenizer.json of Hugging Face's ({error}); save it again with save()"
             ) from error
-        self._is_byte_level = _is_byte_level(saved)
+        self._is_byte_level = _is_byte_level(saved, self._tokenizer.pre_tokenizer)
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
@@ -123,12 +123,23 @@ def cut_text(text: str, is_byte_level: bool) -> list[str]:
     return [*pieces, text[first:]]
 
 
-def _is_byte_level(saved: dict[str, Any]) -> bool:
-    """GPT-2's way: text is cut into words by a pattern, and nothing is changed before or added around."""
+def _is_byte_level(saved: dict[str, Any], pre_tokenizer: Any) -> bool:
+    """GPT-2's way: text is cut into words by a pattern, which ends them with a line, and nothing is changed before or
+    added around."""
     outer = saved.get("pre_tokenizer") or {}
     steps = outer.get("pretokenizers", []) if outer.get("type") == "Sequence" else [outer]
     is_plain = all(step.get("type") in ("Split", "ByteLevel") and not step.get("add_prefix_space") for step in steps)
-    return saved.get("normalizer") is None and is_plain and bool(steps) and steps[-1].get("type") == "ByteLevel"
+    if saved.get("normalizer") is not None or not is_plain or not steps or steps[-1].get("type") != "ByteLevel":
+        return False
+    return all(_words(pre_tokenizer, a + b) == _words(pre_tokenizer, a) + _words(pre_tokenizer, b) for a, b in PROBES)
+
+
+# Both sides of a place where CUT cuts.
+PROBES = [(a + "\n", b) for a in ("a", "1", "no 7a", "日", "Ж") for b in ("a", "1", "B c", "日", "ж's")]
+
+
+def _words(pre_tokenizer: Any, text: str) -> list[str]:
+    return [word for word, _ in pre_tokenizer.pre_tokenize_str(text)]
 
 
 def load_hugging_face(saved: dict[str, Any], beside: Path) -> BpeTokenizer:

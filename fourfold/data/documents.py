@@ -24,6 +24,8 @@ KINDS = {
     ".txt": "text", ".md": "text", ".text": "text", ".jsonl": "lines", ".ndjson": "lines", ".json": "lines",
     ".parquet": "rows",
 }  # fmt: skip
+# In a folder there lie other things too, such as tokenizers and what `prepare` itself leaves: .json has to be named.
+FOLDER_SUFFIXES = (".txt", ".jsonl", ".parquet")
 
 
 class Input(NamedTuple):
@@ -72,13 +74,16 @@ class Document(NamedTuple):
 
 
 def find_inputs(paths: Sequence[str]) -> list[Input]:
-    """In the order given; of a folder, all files at any depth whose names say what they are, in sorted order."""
+    """In the order given; of a folder, all files at any depth that end in what ENDS says, in sorted order."""
     found: list[Input] = []
     for name in paths:
         path = Path(name)
         if path.is_dir():
             inside = [
-                file for file in path.rglob("*") if file.is_file() and _kind_of(file) and not _is_hidden(file, path)
+                file
+                for file in path.rglob("*")
+                if file.is_file() and _kind_of(file) and _suffix_of(file) in FOLDER_SUFFIXES
+                if not _is_hidden(file, path)
             ]
             if not inside:
                 raise DataError(f"'{name}' is a folder without a corpus file; files that are read end in {ENDS}")
@@ -99,10 +104,17 @@ def _is_hidden(file: Path, folder: Path) -> bool:
     return any(part.startswith(".") for part in file.relative_to(folder).parts)
 
 
+def _packing_of(path: Path) -> str:
+    return path.suffix.lower() if path.suffix.lower() in (".gz", ".zst") else ""
+
+
+def _suffix_of(path: Path) -> str:
+    """The one below that of the packing."""
+    return Path(path.stem).suffix.lower() if _packing_of(path) else path.suffix.lower()
+
+
 def _kind_of(path: Path) -> tuple[str, str] | None:
-    packing = path.suffix.lower() if path.suffix.lower() in (".gz", ".zst") else ""
-    suffix = Path(path.stem).suffix.lower() if packing else path.suffix.lower()
-    kind = KINDS.get(suffix)
+    packing, kind = _packing_of(path), KINDS.get(_suffix_of(path))
     return None if kind is None or (packing and kind == "rows") else (kind, packing)
 
 
@@ -127,12 +139,17 @@ def read_chunks(
         before = sum(each.num_bytes for each in inputs[:number])
         for block, end, read_bytes in _read_blocks(inputs[number], begin, json_key, separator):
             blocks.append(block)
-            size += len(block.data) if isinstance(block.data, bytes) else sum(len(row or "") for row in block.data)
+            size += len(block.data) if isinstance(block.data, bytes) else sum(map(_row_size, block.data))
             if size >= CHUNK_BYTES:
                 yield Chunk(blocks, end, before + read_bytes)
                 blocks, size = [], 0
     if blocks:
         yield Chunk(blocks, Position(len(inputs), 0, 1), sum(each.num_bytes for each in inputs))
+
+
+def _row_size(row: object) -> int:
+    """Rows that are no text are refused later; until then they take memory too."""
+    return len(row) if isinstance(row, str | bytes) else 8
 
 
 def _read_blocks(
@@ -244,16 +261,34 @@ def _cut(data: bytes, mark: bytes | None, is_last: bool) -> tuple[int, int, bool
         if mark is not None and data.endswith(mark[:-1]):
             return len(data) - len(mark) + 2, len(mark) - 2, True
         return len(data), 0, True
-    # Within a document: after a line end that stands alone, where no token reaches across; else before a character.
-    # Far enough from the end that no separator is cut in two.
-    place, low = len(data) - max(len(mark or b""), 4), len(data) // 2
+    # Within a document: after a line end that stands alone, where no token reaches across; else between characters, if
+    # there are any that are not white. Far enough from the end that no separator is cut in two.
+    last, low = len(data) - max(len(mark or b""), 4), len(data) // 2
+    place = last
     while (place := data.rfind(b"\n", low, place)) > low:
-        if not data[place - 1 : place].isspace() and not data[place + 1 : place + 2].isspace():
+        if not _character_before(data, place).isspace() and not _is_joined(_character_after(data, place + 1)):
             return place + 1, 0, False
-    place = len(data) - max(len(mark or b""), 4)
-    while data[place] & 0xC0 == 0x80:
-        place -= 1
-    return place, 0, False
+    for place in range(last, low, -1):
+        if data[place] & 0xC0 != 0x80 and not (
+            _character_before(data, place).isspace() or _is_joined(_character_after(data, place))
+        ):
+            return place, 0, False
+    while data[last] & 0xC0 == 0x80:
+        last -= 1
+    return last, 0, False
+
+
+def _is_joined(character: str) -> bool:
+    """Whether a token may hold it with what comes before: white space in runs, and o200k's '/' after line ends."""
+    return character.isspace() or character == "/"
+
+
+def _character_before(data: bytes, place: int) -> str:
+    return data[max(0, place - 4) : place].decode("utf-8", "ignore")[-1:]
+
+
+def _character_after(data: bytes, place: int) -> str:
+    return data[place : place + 4].decode("utf-8", "ignore")[:1]
 
 
 def _read_rows(source: Input, begin: Position, key: str) -> Iterator[tuple[Block, Position, int]]:
@@ -288,7 +323,7 @@ def texts_of(block: Block, kind: str, json_key: str) -> Iterator[Document]:
     """The documents of a block, or what is wrong with each."""
     if kind == "rows":
         for number, value in enumerate(block.data, start=block.line):
-            yield _checked(block.file, number, value, json_key)
+            yield _checked(block.file, number, value, json_key, "row")
     elif kind == "lines":
         data = block.data.removeprefix(BYTE_ORDER_MARK) if block.line == 1 else block.data
         for number, line in enumerate(data.split(b"\n"), start=block.line):
@@ -328,11 +363,17 @@ def _parsed(file: int, number: int, line: bytes, key: str) -> Document:
     return _checked(file, number, found[key], key)
 
 
-def _checked(file: int, number: int, value: object, key: str) -> Document:
+def _checked(file: int, number: int, value: object, key: str, unit: str = "line") -> Document:
     if not isinstance(value, str):
-        return Document(file, number, "", True, f"line {number}: '{key}' is {type(value).__name__}, not text")
+        return Document(file, number, "", True, f"{unit} {number}: '{key}' is {type(value).__name__}, not text")
     if not value or value.isspace():
-        return Document(file, number, "", True, f"line {number}: the document is empty")
+        return Document(file, number, "", True, f"{unit} {number}: the document is empty")
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError as error:
+        # JSON can write it, UTF-8 cannot
+        problem = f"{unit} {number}: the text holds half of a surrogate pair (its character {error.start})"
+        return Document(file, number, "", True, problem)
     return Document(file, number, value, True, None)
 
 

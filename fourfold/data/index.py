@@ -6,9 +6,11 @@ other, and what is there is whole. Where nothing can be written, indexes are mad
 
 import hashlib
 import json
+import os
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ import numpy.typing as npt
 
 Arrays = dict[str, npt.NDArray[Any]]
 
-VERSION = 1
+VERSION = 2
 FEWEST = 1 << 17
 """Entries from which an index is worth keeping; a smaller one is made faster than a folder is."""
 
@@ -44,7 +46,11 @@ def cache_folders(asked: str | None, beside: Path) -> list[Path]:
     """Where indexes are kept: as asked, else beside the data, else in the user's cache."""
     if asked is not None:
         return [Path(asked)]
-    return [beside / ".fourfold_index", Path.home() / ".cache" / "fourfold" / "index"]
+    try:
+        home = Path.home()
+    except RuntimeError:  # a container may run as a user that has none
+        home = Path(tempfile.gettempdir())
+    return [beside / ".fourfold_index", home / ".cache" / "fourfold" / "index"]
 
 
 def digest_of(array: npt.NDArray[Any]) -> str:
@@ -68,8 +74,13 @@ def _save(path: Path, arrays: Arrays, text: str) -> bool:
         return False
     try:
         for name, array in arrays.items():
-            np.save(draft / f"{name}.npy", array)
+            with (draft / f"{name}.npy").open("wb") as stream:
+                np.save(stream, array)
+                # before the rename: else a crash can leave the name with nothing in it
+                stream.flush()
+                os.fsync(stream.fileno())
         (draft / "key.json").write_text(text + "\n", encoding="utf-8")
+        _remove_stale(draft)
         draft.chmod(0o755)
         draft.rename(path)
     except OSError:
@@ -78,3 +89,11 @@ def _save(path: Path, arrays: Arrays, text: str) -> bool:
     finally:
         shutil.rmtree(draft, ignore_errors=True)
     return True
+
+
+def _remove_stale(draft: Path) -> None:
+    """What killed processes have left, a day or more before this draft."""
+    for other in draft.parent.glob(".draft-*"):
+        with suppress(OSError):  # another rank does the same
+            if draft.stat().st_mtime - other.stat().st_mtime > 86_400:
+                shutil.rmtree(other, ignore_errors=True)

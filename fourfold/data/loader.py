@@ -18,7 +18,8 @@ from fourfold.config.schema import Data
 from fourfold.data.order import Ints, sample_keys
 from fourfold.data.source import Source, Spans
 
-IGNORED_TARGET = -100  # what torch's cross entropy ignores by default
+# What torch's cross entropy ignores by default; also in model/loss.py, because data and model may not import each other
+IGNORED_TARGET = -100
 
 
 class Batch(NamedTuple):

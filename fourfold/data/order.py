@@ -98,22 +98,16 @@ def epoch_order(num_samples: int, seed: int, epoch: int) -> Ints:
     return _permutation(num_samples, seed, STREAM_EPOCH_ORDER, epoch)
 
 
-def rows_of_step(
-    num_samples: int,
-    seed: int,
-    global_batch_size: int,
-    step: int,
-    rows: range,
-    order: Callable[[int, int, int], Ints] = epoch_order,
+def samples_at(
+    counters_b: Ints, num_samples: int, seed: int, order: Callable[[int, int, int], Ints] = epoch_order
 ) -> Ints:
-    """The sample index of each of these rows of the step's global batch.
+    """The sample of each of these rows, counted through all steps.
 
-    Rows are counted through all steps; epochs follow each other without a gap, so a batch may hold the end of one and
-    the beginning of the next. `order` is `epoch_order`, or a caller's cache of it.
+    Epochs follow each other without a gap, so a batch may hold the end of one and the beginning of the next. `order` is
+    `epoch_order`, or a caller's cache of it.
     """
-    counters = step * global_batch_size + np.arange(rows.start, rows.stop, rows.step, dtype=np.int64)
-    epochs, places = np.divmod(counters, num_samples)
-    samples = np.empty(len(counters), dtype=np.int64)
+    epochs, places = np.divmod(counters_b, num_samples)
+    samples = np.empty(len(counters_b), dtype=np.int64)
     for epoch in np.unique(epochs):
         here = epochs == epoch
         samples[here] = order(num_samples, seed, int(epoch))[places[here]]
@@ -176,10 +170,9 @@ def blend_order(weights: list[Fraction], count: int) -> npt.NDArray[np.uint16]:
     scale = lcm(*(weight.denominator for weight in weights))
     shares = [int(weight * scale) for weight in weights]
     period = sum(shares)
-    if len(shares) == 2 and 2 * period * (count + 1) < 1 << 63:
-        # of two, the nearest whole number of the first at every point leaves the second as near
-        had = (2 * shares[0] * np.arange(count + 1, dtype=np.int64) + period) // (2 * period)
-        return (1 - np.diff(had)).astype(np.uint16)
+    # chosen by the weights alone: a longer run goes on with the order of a shorter one
+    if len(shares) == 2 and period <= LONGEST_FAST_PERIOD:
+        return _order_of_two(shares[0], period, count)
     members = range(len(shares))
     releases, deadlines = [0] * len(shares), [-(-period // share) for share in shares]
     taken = [0] * len(shares)
@@ -192,6 +185,22 @@ def blend_order(weights: list[Fraction], count: int) -> npt.NDArray[np.uint16]:
         releases[pick] = taken[pick] * period // shares[pick]
         deadlines[pick] = -(-(taken[pick] + 1) * period // shares[pick])
     return np.resize(order, count)
+
+
+def _order_of_two(share: int, period: int, count: int) -> npt.NDArray[np.uint16]:
+    """Of two, the nearest whole number of the first at every point leaves the second as near."""
+    order = np.empty(count, dtype=np.uint16)
+    for low in range(0, count, ORDER_BLOCK):
+        # from the block's own beginning, so that no product outgrows 64 bits
+        _, rest = divmod(2 * share * low + period, 2 * period)
+        places = np.arange(min(ORDER_BLOCK, count - low) + 1, dtype=np.int64)
+        had = (2 * share * places + rest) // (2 * period)
+        order[low : low + ORDER_BLOCK] = 1 - np.diff(had)
+    return order
+
+
+LONGEST_FAST_PERIOD = 1 << 42
+ORDER_BLOCK = 1 << 19
 
 
 def _starts(low: int, high: int, max_seq_len: int, stride: int) -> Ints:

@@ -8,6 +8,7 @@ import errno
 import hashlib
 import json
 import os
+import re
 from array import array
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
@@ -23,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fourfold.data.documents import BEGINNING, Chunk, Input, Position, read_chunks, texts_of
-from fourfold.data.formats.prepared import MANIFEST, PROGRESS, TOKENIZER, VERSION, shard_paths
+from fourfold.data.formats.prepared import LENGTHS, MANIFEST, PROGRESS, TOKENIZER, TOKENS, VERSION, shard_paths
 from fourfold.data.tokenizer import Tokenizer, save_tokenizer
 from fourfold.errors import DataError
 
@@ -54,7 +55,6 @@ class Tally:
     skipped: Counter[str] = field(default_factory=Counter)
     text_bytes: int = 0
     read_bytes: int = 0
-    max_token: int = 0
 
     @property
     def documents(self) -> int:
@@ -151,8 +151,11 @@ def remove_prepared(prefix: Path) -> None:
     """For `--overwrite`: the manifest first, so that nothing half-removed looks complete."""
     for end in (MANIFEST, PROGRESS, TOKENIZER):
         prefix.with_name(prefix.name + end).unlink(missing_ok=True)
-    for path in prefix.parent.glob(f"{prefix.name}-?????.*"):
-        path.unlink()
+    # by the whole name: beside them may lie the input, which can begin with the prefix too
+    ours = re.compile(rf"{re.escape(prefix.name)}-\d{{5,}}({re.escape(TOKENS)}|{re.escape(LENGTHS)})(\.partial)?")
+    for path in prefix.parent.glob("*"):
+        if ours.fullmatch(path.name):
+            path.unlink()
 
 
 def finish(prefix: Path, settings: dict[str, Any], tokenizer: Tokenizer, tally: Tally) -> None:
@@ -324,7 +327,6 @@ class ShardWriter:
         """Of the document that is being written."""
         self.is_spoiled = False
         """Whether something is wrong with that document."""
-        self.max_token = 0
         self.stream = self.drafts[0].open("wb")
         self.header_bytes = self._write_header()
 
@@ -335,7 +337,6 @@ class ShardWriter:
     def write(self, ids: npt.NDArray[Any]) -> None:
         if len(ids) and not self.is_spoiled:
             self.stream.write(ids.data)
-            self.max_token = max(self.max_token, int(ids.max()))
 
     def end_document(self) -> None:
         if self.is_spoiled:
@@ -376,7 +377,6 @@ def _finish_shard(shard: ShardWriter, prefix: Path, settings: dict[str, Any], ta
     with _explained(prefix):
         if shard.lengths:
             tally.shards.append(shard.close())
-            tally.max_token = max(tally.max_token, shard.max_token)
         else:
             shard.stream.close()
             shard.drafts[0].unlink()
@@ -390,7 +390,6 @@ def _tally_json(tally: Tally) -> dict[str, Any]:
         "skipped": dict(tally.skipped),
         "text_bytes": tally.text_bytes,
         "read_bytes": tally.read_bytes,
-        "max_token": tally.max_token,
     }
 
 
@@ -401,7 +400,6 @@ def _tally_from(saved: dict[str, Any]) -> Tally:
         Counter(saved["skipped"]),
         saved["text_bytes"],
         saved["read_bytes"],
-        saved["max_token"],
     )
 
 

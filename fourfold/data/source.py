@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fourfold.data.index import cached_index, digest_of
-from fourfold.data.order import Ints, Passes, blend_order, document_order, epoch_order, shuffled
+from fourfold.data.order import Ints, Passes, blend_order, document_order, epoch_order, samples_at, shuffled
 from fourfold.errors import DataError
 
 
@@ -43,12 +43,7 @@ class Windows:
 
     def train(self, counters_b: Ints) -> Spans:
         """The samples at these places of the training order, which goes on without end."""
-        epochs, places = np.divmod(counters_b, len(self.starts))
-        samples = np.empty(len(counters_b), dtype=np.int64)
-        for epoch in np.unique(epochs):
-            here = epochs == epoch
-            samples[here] = self._epoch_order(len(self.starts), self.seed, int(epoch))[places[here]]
-        return self.read(samples)
+        return self.read(samples_at(counters_b, len(self.starts), self.seed, self._epoch_order))
 
     def read(self, samples_b: Ints) -> Spans:
         """Samples by their place in the text."""

@@ -1,7 +1,8 @@
 """Head and cross entropy in one: summed over tokens, in chunks, so that the full logits never exist.
 
 Gradients are made in forward, while a chunk's logits are at hand; backward only scales them by the one number that
-reaches a scalar. Peak memory is one chunk of logits plus the gradient of the head.
+reaches a scalar. Peak memory is one chunk of logits plus the gradient of the head, for each micro batch that waits for
+its backward: in a pipe, on the last stage, that can be several.
 """
 
 from typing import Any
@@ -29,6 +30,8 @@ WHOLE = Vocabulary()
 
 _CHUNK_LOGITS = 2**29  # 1 GiB of bfloat16 logits at a time, at most: large enough for full-speed products
 
+_FLOAT16_ROWS = 4096  # a sum over more rows could leave float16's range, and no loss scale would help
+
 
 def chunk_rows(num_rows: int, vocab: int) -> int:
     """Rows per chunk: a power of two, which suits matrix units, or all of them."""
@@ -53,6 +56,8 @@ class _SummedCrossEntropy(torch.autograd.Function):
         dx_chunks: list[torch.Tensor] = []
         dw_vd = torch.zeros_like(weight_vd, dtype=torch.float32) if wants_grad else None
         step = chunk_rows(x_nd.shape[0], weight_vd.shape[0])
+        if x_nd.dtype == torch.float16:
+            step = min(step, _FLOAT16_ROWS)
         for first in range(0, x_nd.shape[0], step):
             rows = slice(first, first + step)
             # Nothing of this size is kept in float32: the compiler fuses each line into one pass over the logits.

@@ -25,9 +25,10 @@ class LossScale:
         self.good_steps = torch.where(is_skipped | grows, 0, self.good_steps + 1)
 
     def state(self) -> dict[str, float]:
-        return {"scale": float(self.scale), "good_steps": int(self.good_steps)}
+        """Nothing where the scale is constant, so that a later run in float16 begins with a scale of its own."""
+        return {"scale": float(self.scale), "good_steps": int(self.good_steps)} if self.is_dynamic else {}
 
     def load_state(self, state: dict[str, float]) -> None:
-        if self.is_dynamic:
+        if self.is_dynamic and state:
             self.scale.fill_(state["scale"])
             self.good_steps.fill_(int(state["good_steps"]))

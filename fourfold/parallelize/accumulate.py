@@ -8,7 +8,7 @@ from fourfold.cost.sharding import sharding_stage
 from fourfold.data.loader import Batch
 from fourfold.layout.layout import Layout
 from fourfold.model.gpt import GPT
-from fourfold.parallelize.shard import set_micro_batch
+from fourfold.parallelize.shard import free_gathered, set_micro_batch
 
 
 def split_batch(batch: Batch, parts: int) -> list[Batch]:
@@ -49,4 +49,5 @@ class Accumulated:
         total = torch.zeros(1, device=batch.tokens_bt.device)
         for micro in split_batch(batch, self.micro_batches):
             total += self.gpt(micro.tokens_bt, micro.targets_bt, **boundary_tensors(micro))
+        free_gathered(self.gpt)
         return total

@@ -4,6 +4,7 @@ Shapes between stages are stated and not inferred, so that nothing runs before t
 what is known of documents go to every stage beside its input; the last stage turns targets into the summed loss itself.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from torch.distributed.pipelining.schedules import (
     ScheduleZBVZeroBubble,
 )
 
+from fourfold.compat import fsdp_groups
 from fourfold.config.resolve import accumulation
 from fourfold.config.schema import Config
 from fourfold.cost.sharding import sharding_stage
@@ -30,6 +32,7 @@ from fourfold.layout.layout import Layout
 from fourfold.layout.stages import stage_indices, stages_per_rank
 from fourfold.model.gpt import GPT
 from fourfold.parallelize.accumulate import boundary_tensors, split_batch
+from fourfold.parallelize.shard import free_gathered
 
 SCHEDULES: dict[str, type[PipelineScheduleSingle] | type[PipelineScheduleMulti]] = {
     "GPipe": ScheduleGPipe,
@@ -56,7 +59,7 @@ class ReducingStage(PipelineStage):
             self.submod.set_reshard_after_backward(self.frees_after_forward)
             state = fully_shard.state(self.submod)  # type: ignore[attr-defined]
             for each in state._state_ctx.all_states:
-                for group in each._fsdp_param_groups:
+                for group in fsdp_groups(each):
                     group.post_backward()
             state._root_post_backward_final_callback()
         return result
@@ -121,7 +124,11 @@ class Pipelined:
         handed_over: list[torch.Tensor] = []  # from one stage of this rank to the next
         for part in self.parts:
             part.eval()
-            inputs = handed_over or [self._receive(part, micro) for micro in micros]
+            inputs: Iterable[torch.Tensor] = (self._receive(part, micro) for micro in micros)
+            if (
+                len(self.parts) > 1
+            ):  # all at once, since a rank that waits for one stage's input must not hold another's
+                inputs = handed_over or list(inputs)
             handed_over = []
             for x, micro in zip(inputs, micros, strict=True):
                 y = part(x, micro.targets_bt, **boundary_tensors(micro))
@@ -134,6 +141,8 @@ class Pipelined:
         for send in sends:
             if send is not None:
                 send.wait()
+        for part in self.parts:
+            free_gathered(part)
         return total
 
     def _receive(self, part: GPT, micro: Batch) -> torch.Tensor:

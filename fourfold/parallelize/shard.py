@@ -38,6 +38,13 @@ def apply_sharding(gpt: GPT, config: Config, layout: Layout, mesh: DeviceMesh) -
             module.set_force_sum_reduction_for_comms(True)  # gloo cannot multiply while it reduces
 
 
+def free_gathered(gpt: GPT) -> None:
+    """After a forward without backward, which would have freed them: a checkpoint reads shards."""
+    for module in gpt.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
 def set_micro_batch(gpt: GPT, stage: ShardingStage, is_last: bool) -> None:
     """What is to happen to gradients and parameters after the backward of the coming micro batch."""
     if isinstance(gpt, FSDPModule):

@@ -3,12 +3,13 @@
 Both start equal, and after every backward both get the sum of their gradients, so they stay equal to the bit.
 """
 
+from datetime import timedelta
+
 import torch
 import torch.distributed as dist
 
 from fourfold.config.schema import Model
 from fourfold.layout.layout import Coordinate, Layout
-from fourfold.mesh.mesh import set_timeout
 
 EMBEDDING, HEAD = "embedding.tokens.weight", "head.weight"
 
@@ -22,9 +23,8 @@ def build_tied_group(layout: Layout, at: Coordinate, timeout_s: float) -> dist.P
     mine = None
     for rank in range(layout.world_size // layout.pp):  # the ranks of the first pipe stage
         last = rank + (layout.pp - 1) * (layout.world_size // layout.pp)
-        group = dist.new_group([rank, last])
+        group = dist.new_group([rank, last], timeout=timedelta(seconds=timeout_s))
         if layout.rank(at) in (rank, last):
-            set_timeout(group, timeout_s)
             mine = group
     return mine
 

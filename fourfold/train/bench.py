@@ -16,11 +16,13 @@ from typing import Any
 import torch
 
 from fourfold.config.load import load_config
+from fourfold.config.problems import problems
 from fourfold.config.resolve import layout_of, resolve, with_decay_steps
 from fourfold.config.schema import Config
 from fourfold.cost.flops import training_flops_per_token
 from fourfold.cost.params import count_parameters
 from fourfold.data.loader import Batch
+from fourfold.errors import ConfigError
 from fourfold.mesh.process import Process
 from fourfold.optim.adamw import AdamW
 from fourfold.optim.scaler import LossScale
@@ -67,6 +69,9 @@ def bench_config(size: str, batch: int, seq_len: int, flags: list[tuple[str, str
         "warmup_rate": "0.1",
     }
     config = load_config(None, [*keys.items(), *flags])
+    wrong = problems(config.model_copy(update={"data": config.data.model_copy(update={"input_dir": "-"})}), 1)
+    if wrong:
+        raise ConfigError(wrong)
     return with_decay_steps(resolve(config, 1, has_gpu=device.type == "cuda"), 1000)
 
 

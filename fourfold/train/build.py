@@ -7,7 +7,7 @@ from pathlib import Path
 from fourfold.checkpoint.manifest import Manifest, read_manifest
 from fourfold.checkpoint.paths import AnyPath, local_folder, locate
 from fourfold.checkpoint.state import copy_tied, pieces_of, restore_progress
-from fourfold.checkpoint.store import load_progress, named_checkpoint, newest_checkpoint, step_of
+from fourfold.checkpoint.store import load_progress, named_checkpoint, newest_checkpoint
 from fourfold.checkpoint.texts import load_saved_tokenizer
 from fourfold.checkpoint.together import find_together, load_together, on_first, verify_together
 from fourfold.config.presets import find_preset
@@ -118,7 +118,7 @@ def check_beginning(output: AnyPath, resume: str) -> None:
         newest = newest_checkpoint(output)
         begin = None if resume == "never" else named_checkpoint("engine.resume", resume)
         first_step = read_manifest(begin).step if begin else 0
-        if newest and step_of(newest) > first_step:
+        if newest and read_manifest(newest).step > first_step:
             raise CheckpointError(
                 f"{newest} is newer than where this run begins with engine.resume = {resume}, which is after "
                 f"step {first_step}; write another engine.output_dir, engine.resume = auto, or move it away"

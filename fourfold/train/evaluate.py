@@ -19,7 +19,8 @@ def evaluate(run: Run) -> float:
         run.config.engine.eval_iters,
         boundaries=boundaries_of(run.config.data),
     ):
-        total += run.parallel.execution.evaluate(to_device(batch, run.process.device))
+        batch = to_device(batch, run.process.device)
+        total += run.parallel.execution.evaluate(batch)
         targets += count_targets(run, batch)
     if not run.parallel.reports_loss:
         total.zero_()

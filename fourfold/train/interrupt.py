@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections import deque
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from types import FrameType
@@ -13,6 +14,8 @@ from typing import Self
 
 import torch
 import torch.distributed as dist
+
+from fourfold.train.readback import read_later
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 OUT_OF_TIME = 75
@@ -27,10 +30,11 @@ def agree_on_exit_code(mine: signal.Signals | None) -> int:
 
 
 class Interrupt:
-    """Catches the signals for the length of a `with` block. `signal` is the one that came, or None."""
+    """Catches the signals for the length of a `with` block. `signal` is the first that came, or None."""
 
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
+        self._has_sigint = False
         self._before: dict[signal.Signals, object] = {}
 
     def __enter__(self) -> Self:
@@ -43,9 +47,11 @@ class Interrupt:
             signal.signal(number, handler)  # type: ignore[arg-type]
 
     def _remember(self, number: int, frame: FrameType | None) -> None:
-        if self.signal is not None and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        self.signal = signal.Signals(number)
+        if number == signal.SIGINT:
+            if self._has_sigint:
+                raise KeyboardInterrupt
+            self._has_sigint = True
+        self.signal = self.signal or signal.Signals(number)
 
 
 class Deadline:
@@ -76,9 +82,9 @@ class Agreement:
     they are read one step late, so that nobody waits for them."""
 
     def __init__(self, device: torch.device) -> None:
-        self.unread: deque[torch.Tensor] = deque()
+        self.unread: deque[Callable[[], torch.Tensor]] = deque()
         self.delay = 1 if device.type == "cuda" else 0
 
     def is_reached(self, votes: torch.Tensor) -> bool:
-        self.unread.append(votes)
-        return len(self.unread) > self.delay and bool(self.unread.popleft() > 0)
+        self.unread.append(read_later(votes))
+        return len(self.unread) > self.delay and bool(self.unread.popleft()() > 0)

@@ -19,6 +19,7 @@ from fourfold.checkpoint.together import on_first
 from fourfold.config.load import CONFIG_FILE, dump_config
 from fourfold.config.schema import Config
 from fourfold.cost.params import count_parameters
+from fourfold.cost.sharding import sharding_stage
 from fourfold.data.order import epoch_of
 from fourfold.mesh.process import Process
 from fourfold.train.build import Run, build_run, check_beginning
@@ -55,7 +56,7 @@ def train_alone(config: Config, process: Process, console: Console) -> Outcome:
     run = build_run(config, process)
     if run.resumed_from:
         on_first(lambda: fetch_beside(output, run.output_dir, METRICS_FILE))
-    introduce(run)
+    on_first(lambda: introduce(run))
     step, eval_loss, is_stopping = run.first_step, None, False
     with (
         run.open_loader() as loader,
@@ -74,7 +75,7 @@ def train_alone(config: Config, process: Process, console: Console) -> Outcome:
             is_stopping = agreement.is_reached(result.stop_votes)
             is_last = step == run.total_steps or is_stopping
             is_saving = is_last or is_save_due(run, step)
-            is_evaluating = (is_last and not is_stopping) or is_eval_due(run, step, is_saving)
+            is_evaluating = not is_stopping and (is_last or is_eval_due(run, step, is_saving))
             eval_loss = measure(run, step, metrics) if is_evaluating else None
             if is_saving:
                 save(run, step, eval_loss, saver, metrics)
@@ -86,8 +87,6 @@ def train_alone(config: Config, process: Process, console: Console) -> Outcome:
 
 def introduce(run: Run) -> None:
     """Leave the resolved config behind, and say what is about to happen."""
-    if not run.process.is_first:
-        return
     (run.output_dir / CONFIG_FILE).write_text(dump_config(run.config), encoding="utf-8")
     batch, micro = run.config.global_.global_batch_size, run.config.global_.micro_batch_size
     log.info(run.corpus.description)
@@ -105,6 +104,14 @@ def introduce(run: Run) -> None:
         log.warning(f"{len(run.corpus.passed_over)} files were passed over: {names}")
     if run.config.data.split_by == "window":
         log.warning("data.split_by = window: the validation windows overlap the training text, so their loss flatters")
+    if (
+        run.config.distributed.sharding.sharding_stage == 3
+        and not sharding_stage(run.config, run.layout).frees_after_forward
+    ):
+        schedule = run.config.distributed.pp_schedule
+        log.warning(
+            f"sharding_stage = 3 keeps parameters whole under {schedule}, which computes backward in two halves"
+        )
     if run.resumed_from:
         log.info(f"going on from {run.resumed_from}, after step {run.first_step:,}")
 
@@ -113,9 +120,11 @@ def is_save_due(run: Run, step: int) -> bool:
     engine = run.config.engine
     if engine.save_steps and step % engine.save_steps == 0:
         return True
+    if not engine.save_epochs:
+        return False
     passes, batch = run.corpus.splits.train.passes, run.config.global_.global_batch_size
     before, after = epoch_of(passes, batch, step - 1), epoch_of(passes, batch, step)
-    return bool(engine.save_epochs) and before != after and after % engine.save_epochs == 0
+    return before // engine.save_epochs != after // engine.save_epochs  # a batch may hold several epochs
 
 
 def is_eval_due(run: Run, step: int, is_saving: bool) -> bool:

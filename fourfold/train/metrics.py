@@ -10,6 +10,7 @@ import math
 import resource
 import time
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -24,6 +25,7 @@ from fourfold.data.order import batch_in_epoch, epoch_of
 from fourfold.errors import LaunchError
 from fourfold.optim.schedule import learning_rate
 from fourfold.train.build import Run
+from fourfold.train.readback import read_later
 from fourfold.train.step import StepResult
 
 log = logging.getLogger("fourfold")
@@ -49,13 +51,10 @@ CURVES = {
 
 
 class Pending(NamedTuple):
-    """A step whose numbers are still on the device."""
+    """A step whose numbers are on their way from the device: loss, gradient norm, steps skipped so far, loss scale."""
 
     step: int
-    result: StepResult
-    skipped_steps: torch.Tensor
-    loss_scale: torch.Tensor
-    is_logged: bool
+    read: Callable[[], torch.Tensor]
     step_s: float
     reader_s: float
 
@@ -75,6 +74,7 @@ class Metrics:
         self.pending: deque[Pending] = deque()
         # steps skipped before this run began are those that changed no weights
         self.skipped_steps = torch.tensor(run.first_step - run.optimizer.updates, device=run.process.device)
+        self.skips_told: float = run.first_step - run.optimizer.updates
         self.progress = progress_bar(console) if self.is_speaker and console.is_terminal else None
         self.task: TaskID | None = None
 
@@ -115,13 +115,11 @@ class Metrics:
     def _enqueue(self, step: int, result: StepResult) -> None:
         now = time.perf_counter()
         steps = max(1, step + 1 - self.logged_step)
+        numbers = (result.loss, result.grad_norm, self.skipped_steps, self.run.loss_scale.scale)
         self.pending.append(
             Pending(
                 step,
-                result,
-                self.skipped_steps,
-                self.run.loss_scale.scale,
-                True,
+                read_later(torch.stack([each.float() for each in numbers])),
                 (now - self.logged_s) / steps,
                 self.reader_s / steps,
             )
@@ -134,32 +132,35 @@ class Metrics:
 
     def _write(self, entry: Pending) -> None:
         config, done = self.run.config, entry.step + 1
+        loss, grad_norm, skipped_steps, loss_scale = entry.read().tolist()
         passes, batch_size = self.run.corpus.splits.train.passes, config.global_.global_batch_size
         values: dict[str, Any] = {
             "step": done,
             "epoch": epoch_of(passes, batch_size, entry.step),
             "batch": batch_in_epoch(passes, batch_size, entry.step),
-            "loss": entry.result.loss.item(),
-            "grad_norm": entry.result.grad_norm.item(),
+            "loss": loss,
+            "grad_norm": grad_norm,
             "lr": learning_rate(done, config.optimizer),
             "tokens_per_s": self.tokens_per_step / entry.step_s,
             "step_s": entry.step_s,
             "reader_s": entry.reader_s,
             "mfu": self.flops_per_step / entry.step_s / self.peak_flops,
             "memory_gib": memory_gib(self.run.process.device),
-            "skipped_steps": int(entry.skipped_steps),
+            "skipped_steps": int(skipped_steps),
         }
         if self.run.loss_scale.is_dynamic:
-            values["loss_scale"] = float(entry.loss_scale)
+            values["loss_scale"] = loss_scale
         self._save(values)
         log.info(self.line(values), extra=ROUTINE)
-        if entry.result.grad_norm == 0.0:
+        if grad_norm == 0.0:
             log.warning(f"global step {done} has a gradient norm of exactly zero: nothing is being learnt")
-        if bool(entry.result.is_skipped):
+        if skipped_steps > self.skips_told:
+            new = int(skipped_steps - self.skips_told)
             log.warning(
-                f"global step {done} was skipped: its gradient norm is {values['grad_norm']}, so the weights were left "
-                f"as they are ({values['skipped_steps']} skipped so far)"
+                f"by global step {done}, {new} more {'step was' if new == 1 else 'steps were'} skipped, and changed "
+                f"nothing: a gradient norm was not finite ({int(skipped_steps)} skipped so far)"
             )
+            self.skips_told = skipped_steps
         if self.progress and self.task is not None:
             self.progress.update(self.task, loss=f"{values['loss']:.4f}", speed=f"{values['tokens_per_s']:,.0f}")
 
@@ -321,12 +322,14 @@ def device_peak_flops(device: torch.device) -> float:
     return known or measured_peak_flops(device)
 
 
-def measured_peak_flops(device: torch.device, size: int = 1024, tries: int = 4) -> float:
-    a = torch.ones(size, size, device=device)
+def measured_peak_flops(device: torch.device, tries: int = 4) -> float:
+    is_cuda = device.type == "cuda"
+    size, dtype = (8192, torch.bfloat16) if is_cuda else (1024, torch.float32)
+    a = torch.rand(size, size, device=device, dtype=dtype)
     best_s = float("inf")
     for _ in range(tries):
         began_s = time.perf_counter()
-        (a @ a).sum().item()
+        (a @ a)[0, 0].item()
         best_s = min(best_s, time.perf_counter() - began_s)
     return 2 * size**3 / best_s
 

@@ -33,9 +33,10 @@ def train_step(run: Run, batch: Batch, step: int, is_asked_to_stop: bool = False
     """
     if run.config.model.attention_probs_dropout_prob > 0.0:
         seed_generators(attention_dropout_key(run.config.global_.seed, step, run.parallel.at))
+    batch = to_device(batch, run.process.device)
     targets = count_targets(run, batch)
     scale, optimizer = run.loss_scale.scale, run.config.optimizer
-    summed_loss = run.parallel.execution.train(to_device(batch, run.process.device), scale / targets)
+    summed_loss = run.parallel.execution.train(batch, scale / targets)
     gradients = run.optimizer.gradients()
     run.parallel.finish_gradients(gradients)
     counted = run.parallel.counted(gradients)
@@ -68,8 +69,8 @@ def sum_results(
 
 
 def count_targets(run: Run, batch: Batch) -> torch.Tensor:
-    """The positions of the whole global batch that count."""
-    mine = (batch.targets_bt != IGNORED).sum().to(run.process.device, torch.int64)
+    """The positions of the whole global batch that count; of a batch on the device, so that nothing waits for it."""
+    mine = (batch.targets_bt != IGNORED).sum()
     # ranks that differ in mp or pp alone hold the same rows
     return sum_over_all(mine) // (run.layout.mp * run.layout.pp)
 

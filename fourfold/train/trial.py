@@ -1,6 +1,7 @@
 """A few steps of a config without leaving anything behind: what `fourfold verify` compares between layouts."""
 
 import json
+import math
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,6 +19,26 @@ class Trial(NamedTuple):
     grad_norms: list[float]
     eval_loss: float
     skipped_steps: int
+
+
+def difference(a: float, b: float) -> float:
+    """Relative to `b`; infinite where either is not a finite number and they are not the same one."""
+    if a == b or (math.isnan(a) and math.isnan(b)):
+        return 0.0
+    found = abs(a - b) / abs(b) if b else math.inf
+    return found if math.isfinite(found) else math.inf
+
+
+def worst_difference(ours: Trial, reference: Trial) -> float:
+    """Over the losses and gradient norms of all steps and the evaluation; infinite if other steps were skipped."""
+    if ours.skipped_steps != reference.skipped_steps:
+        return math.inf
+    pairs = [
+        *zip(ours.losses, reference.losses, strict=True),
+        *zip(ours.grad_norms, reference.grad_norms, strict=True),
+        (ours.eval_loss, reference.eval_loss),
+    ]
+    return max(difference(a, b) for a, b in pairs)
 
 
 def run_trial(config: Config, process: Process) -> Trial:

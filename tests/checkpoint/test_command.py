@@ -6,11 +6,13 @@ import sys
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from fourfold.checkpoint.store import checkpoint_path
 from fourfold.cli import main
 from fourfold.commands import options
+from fourfold.data.tokenizer import CharacterTokenizer
 from tests.checkpoint.test_store import flip_a_bit
 from tests.tiny import run_training, tiny_config
 
@@ -27,8 +29,7 @@ def run(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> tuple[int, str
     """Exit code, what was printed, and what was complained about."""
     monkeypatch.setattr(sys, "argv", ["fourfold", *arguments])
     out, err = io.StringIO(), io.StringIO()
-    monkeypatch.setattr(options.screen, "file", out)
-    monkeypatch.setattr(options.screen, "width", 200)
+    monkeypatch.setattr(options.screen, "_width", 200)  # its file follows sys.stdout by itself
     with redirect_stdout(out), redirect_stderr(err):
         try:
             main()
@@ -70,3 +71,18 @@ def test_a_folder_without_checkpoints_is_a_sentence(
 ) -> None:
     code, _, complaint = run(["checkpoint", command, str(tmp_path)], monkeypatch)
     assert code == 2 and f"error: {tmp_path} holds no checkpoint" in complaint
+
+
+def test_a_checkpoint_is_no_output_dir(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = checkpoint_path(trained, 4)
+    before = sorted(path.rglob("*"))
+    config = str(trained / "config.yaml")
+    code, _, err = run(["train", config, "--output_dir", str(path)], monkeypatch)
+    assert code == 2 and "is itself a checkpoint" in err and "engine.resume" in err
+    assert sorted(path.rglob("*")) == before
+
+
+def test_a_prompt_without_tokens_is_refused(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CharacterTokenizer, "encode", lambda self, text: np.array([], dtype=np.uint16))
+    code, _, err = run(["generate", str(trained), "--prompt", "a", "--device", "cpu"], monkeypatch)
+    assert code == 2 and "gives no tokens" in err

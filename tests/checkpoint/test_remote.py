@@ -3,7 +3,9 @@
 import io
 import json
 import os
+import sys
 import threading
+import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +21,7 @@ from fourfold.checkpoint import lock as module
 from fourfold.checkpoint.lock import Lock, owner_here
 from fourfold.checkpoint.manifest import DamagedError
 from fourfold.checkpoint.paths import local_folder, locate
-from fourfold.checkpoint.store import checkpoint_path, complete_checkpoints, verify_checkpoint
+from fourfold.checkpoint.store import checkpoint_path, complete_checkpoints, is_complete, verify_checkpoint
 from fourfold.checkpoint.together import find_together
 from fourfold.errors import CheckpointError
 from fourfold.generate.load import load_for_generation
@@ -96,6 +98,32 @@ def test_damage_is_found_and_the_object_named(address: str) -> None:
         found = find_together(locate(address), "auto")
         assert found and found.step == 4
         assert names(locate(address)) == ["step_00000004"], "set aside"
+        save(address, 8)  # a start, which removes leftovers
+        aside = locate(address) / "checkpoints" / "step_00000008.damaged1"
+        assert (aside / "tensors" / "rank_00000.safetensors").read_bytes() == bytes(content), "and not lost"
+        assert names(locate(address)) == ["step_00000004", "step_00000008"]
+
+
+def test_a_store_that_cannot_be_reached_is_an_error_and_no_empty_folder(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: Any, **keys: Any) -> None:
+        raise RuntimeError("no route to host")  # as S3's EndpointConnectionError, no OSError
+
+    output = locate(address)
+    for name in ("info", "ls"):
+        monkeypatch.setattr(output.fs, name, fail)  # type: ignore[union-attr]
+    for ask in (is_complete, complete_checkpoints):
+        with pytest.raises(CheckpointError, match=r"cannot be read: no route to host"):
+            ask(output)
+
+
+def test_an_address_that_no_package_knows_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(CheckpointError, match=r"nonsense://a/b cannot be used: .*nonsense.*; install the package"):
+        locate("nonsense://a/b")
+    monkeypatch.setitem(sys.modules, "adlfs", None)
+    with pytest.raises(CheckpointError, match=r"abfs://a/b cannot be used: .*adlfs"):
+        locate("abfs://a/b")
 
 
 def test_a_run_trains_and_resumes_there_and_its_curves_go_on_elsewhere(
@@ -154,3 +182,35 @@ def test_one_writer_where_there_are_no_locks(address: str, monkeypatch: pytest.M
         with pytest.raises(CheckpointError, match="in use by another run, process 7 on elsewhere"):
             Lock(locate(address)).__enter__()
         beat.join()
+        file = write_lock(address, host="elsewhere", pid=7)
+        released = threading.Timer(0.15, file.unlink)
+        released.start()
+        with Lock(locate(address)):
+            pass
+        released.join()
+
+
+def test_a_lock_that_was_taken_over_is_left_to_its_new_owner(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "BEAT_S", 0.05)
+    monkeypatch.setattr(module, "SETTLE_S", 0.01)
+    with alone(), Lock(locate(address)) as lock:
+        file = write_lock(address, host="elsewhere", pid=7)
+        assert lock.heart
+        lock.heart.join(5)
+        assert not lock.heart.is_alive()
+    assert json.loads(file.read_text())["pid"] == 7
+
+
+def test_a_heart_that_skips_a_beat_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "BEAT_S", 0.02)
+    monkeypatch.setattr(module, "SETTLE_S", 0.01)
+    lock = Lock(locate(f"memory://bucket/{uuid.uuid4().hex}"))
+
+    def fail(file: object) -> None:
+        raise RuntimeError("no route to host")
+
+    with alone(), lock:
+        with monkeypatch.context() as patched:
+            patched.setattr(module, "read_owner", fail)
+            time.sleep(0.1)
+        assert lock.heart and lock.heart.is_alive()

@@ -9,7 +9,8 @@ import torch
 
 from fourfold.checkpoint import saver as module
 from fourfold.checkpoint.saver import Saver
-from fourfold.checkpoint.store import checkpoint_path
+from fourfold.checkpoint.state import whole_piece
+from fourfold.checkpoint.store import best_checkpoint, checkpoint_path
 from fourfold.checkpoint.together import find_together
 from fourfold.errors import CheckpointError
 from tests.checkpoint.saving import TEXTS, engine, is_equal, loaded, names, pieces, progress, save, tensors
@@ -142,3 +143,48 @@ def test_resume_finds_the_newest_none_or_the_one_named(tmp_path: Path) -> None:
     assert find_together(tmp_path, "never") is None
     with pytest.raises(CheckpointError, match=r"engine.resume = .*nowhere is not a checkpoint"):
         find_together(tmp_path, str(tmp_path / "nowhere"))
+
+
+def test_a_failed_save_is_heard_of_even_if_tidying_up_fails_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*args: object) -> None:
+        raise RuntimeError("no route to host")
+
+    for name in ("write_share", "remove_unfinished"):
+        monkeypatch.setattr(module, name, fail)
+    with pytest.raises(CheckpointError, match=r"step 4 could not be saved: .*no route to host"):
+        save(tmp_path)
+    logging.getLogger("fourfold").propagate = True
+    with pytest.raises(ValueError), Saver(engine(tmp_path, async_save=True), tmp_path) as saver:
+        saver.save(pieces(), progress(4), TEXTS)
+        raise ValueError
+    assert any("step 4 could not be saved" in record.message for record in caplog.records), "also beside another error"
+
+
+@pytest.mark.parametrize("async_save", [False, True])
+def test_the_first_save_is_expected_to_take_time(tmp_path: Path, held: threading.Event, async_save: bool) -> None:
+    with Saver(engine(tmp_path, async_save=async_save), tmp_path) as saver:
+        saver.reserve(pieces())
+        saver.wait()
+        one_s = saver.expected_s
+        assert one_s == sum(tensor.nbytes for tensor in tensors().values()) / module.FIRST_GUESS_BYTES_PER_S
+        if async_save:
+            saver.save(pieces(), progress(4), TEXTS)
+            assert saver.expected_s == 2 * one_s, "the next one waits for this one"
+        held.set()
+
+
+def test_a_copy_that_finds_no_room_is_a_sentence(tmp_path: Path) -> None:
+    huge = {"model.a": whole_piece(torch.zeros(1).expand(2**50))}
+    with (
+        Saver(engine(tmp_path, async_save=True), tmp_path) as saver,
+        pytest.raises(CheckpointError, match=r"4194304.0 GiB of host memory on rank 0.*set engine.async_save = false"),
+    ):
+        saver.reserve(huge)
+
+
+def test_a_loss_that_is_not_finite_is_not_the_best(tmp_path: Path) -> None:
+    paths = [save(tmp_path, step, eval_loss=loss) for step, loss in ((1, float("nan")), (2, 3.0), (3, float("-inf")))]
+    assert best_checkpoint(paths) == paths[1]
+    assert best_checkpoint(paths[:1]) is None

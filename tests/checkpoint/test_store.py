@@ -169,7 +169,7 @@ def test_everything_is_on_disk_before_the_rename_that_commits(tmp_path: Path, mo
     assert {"manifest.json", "progress.json", "config.yaml", "index.json", "rank_00000.safetensors"} == files
     assert files <= set(events[:committed])
     assert {"tensors", ".step_00000004.writing"} <= set(events[:committed]), "the folders' own entries"
-    assert events[committed + 1 :] == ["checkpoints"], "and the rename itself"
+    assert events[committed + 1 :] == ["checkpoints", tmp_path.name], "and the rename itself"
 
 
 def test_a_complete_checkpoint_is_never_written_to(tmp_path: Path) -> None:

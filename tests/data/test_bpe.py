@@ -128,6 +128,23 @@ def test_a_long_text_is_cut_where_it_does_not_show(gpt2: BpeTokenizer, reference
     assert bpe.cut_text(text, False) == [text]
 
 
+def test_text_is_cut_only_for_encodings_whose_words_end_with_a_line() -> None:
+    saved = json.loads(train_bpe(["a b c"], 300))
+
+    def is_cut(*steps: dict[str, object]) -> bool:
+        sequence = {"type": "Sequence", "pretokenizers": list(steps)}
+        return BpeTokenizer({**saved, "pre_tokenizer": sequence}, None)._is_byte_level
+
+    whole = {"type": "ByteLevel", **bpe.BYTE_LEVEL, "use_regex": False}
+    split = {"type": "Split", "behavior": "Isolated", "invert": False}
+    assert BpeTokenizer(saved, None)._is_byte_level and is_cut({**whole, "use_regex": True})
+    for pattern in (bpe.GPT2_PATTERN, bpe.CL100K_PATTERN, bpe.O200K_PATTERN):
+        assert is_cut({**split, "pattern": {"Regex": pattern}}, whole)
+    assert not is_cut(whole)
+    assert not is_cut({**split, "pattern": {"String": " "}}, whole)
+    assert not is_cut({**split, "pattern": {"String": "\n"}, "behavior": "MergedWithNext"}, whole)
+
+
 def test_training_makes_a_vocabulary_of_the_size_asked_for_and_always_the_same(tmp_path: Path) -> None:
     content = train_bpe(STRINGS, 700)
     assert content == train_bpe(STRINGS, 700)

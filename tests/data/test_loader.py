@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from fourfold.data import loader as module
 from fourfold.data.loader import IGNORED_TARGET, Batch, TrainLoader, eval_batches
-from fourfold.data.order import rows_of_step, sample_keys
+from fourfold.data.order import sample_keys, samples_at
 from fourfold.data.source import Windows
 
 SEQ = 5
@@ -46,7 +46,7 @@ def first_tokens(found: list[Batch]) -> list[int]:
 
 def test_a_row_is_its_sample_and_the_target_is_the_next_token() -> None:
     [_, batch] = batches(2)
-    samples = rows_of_step(len(STARTS), 7, 8, 1, range(8))
+    samples = samples_at(np.arange(8, 16), len(STARTS), 7)
     for row, start in enumerate(STARTS[samples]):
         assert batch.tokens_bt[row].tolist() == TOKENS[start : start + SEQ].tolist()
         assert batch.targets_bt[row].tolist() == TOKENS[start + 1 : start + 1 + SEQ].tolist()

@@ -1,3 +1,5 @@
+from fractions import Fraction
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -7,10 +9,11 @@ from fourfold.data.order import (
     Passes,
     Starts,
     batch_in_epoch,
+    blend_order,
     epoch_of,
     epoch_order,
-    rows_of_step,
     sample_keys,
+    samples_at,
     split_samples,
     steps_for_epochs,
 )
@@ -123,6 +126,10 @@ def test_a_test_part_may_be_too_short() -> None:
     assert not len(split(ratios=(949, 50, 1), needs_valid=True).test)
 
 
+def rows_of_step(num_samples: int, seed: int, size: int, step: int, rows: range) -> np.ndarray:
+    return samples_at(step * size + np.arange(rows.start, rows.stop), num_samples, seed)
+
+
 @given(seeds, st.integers(1, 200), st.integers(1, 70), st.integers(0, 2**40))
 def test_data_ranks_of_any_number_make_up_the_same_global_batch(
     seed: int, num_samples: int, per_rank: int, step: int
@@ -216,3 +223,23 @@ def test_batches_are_counted_from_zero_in_each_epoch(num_samples: int, global_ba
         expected = expected if epoch == previous_epoch else 0
         assert batch_in_epoch(Passes(num_samples), global_batch_size, step) == expected
         previous_epoch, expected = epoch, expected + 1
+
+
+@pytest.mark.parametrize("first", ["0.7", "0.123456789012", "0.987654321098", "0.12345678901234567"])
+def test_a_longer_run_goes_on_with_the_order_of_a_shorter_one(first: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = [Fraction(first), 1 - Fraction(first)]
+    # as if 64 bits were reached a thousand times sooner
+    monkeypatch.setattr("fourfold.data.order.ORDER_BLOCK", 512)
+    longest = blend_order(weights, 20_000)
+    for count in (1, 511, 512, 513, 9_999):
+        assert np.array_equal(blend_order(weights, count), longest[:count])
+    due = np.arange(1, 20_001) * float(weights[1])
+    assert abs(np.cumsum(longest) - due).max() < 1
+
+
+def test_a_blend_of_two_with_long_weights_does_not_overflow() -> None:
+    weights = [Fraction("0.123456789012"), 1 - Fraction("0.123456789012")]
+    order = blend_order(weights, 5_000_000)  # beyond 2**63 with the old products
+    share, period = 123456789012, 10**12
+    for count in (4_611_686, 4_700_001, 5_000_000):
+        assert count - int(order[:count].sum()) == (2 * share * count + period) // (2 * period)

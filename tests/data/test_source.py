@@ -1,3 +1,5 @@
+import os
+import time
 from fractions import Fraction
 from pathlib import Path
 
@@ -7,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fourfold.data import index as index_module
-from fourfold.data.index import cached_index
+from fourfold.data.index import cache_folders, cached_index
 from fourfold.data.order import Passes, blend_order, document_order, shuffled
 from fourfold.data.source import Blend, Documents, Range, Windows
 from fourfold.errors import DataError
@@ -184,6 +186,27 @@ def test_ranks_that_make_an_index_at_once_end_with_one_whole_index(
 
     assert cached_index([tmp_path], {"a": 1}, 10, build)["x"].tolist() == [0, 1, 2]
     assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_an_index_is_on_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(index_module, "FEWEST", 1)
+    for name, age_s in ((".draft-old", 90_000), (".draft-new", 60)):
+        (tmp_path / name).mkdir()
+        os.utime(tmp_path / name, (time.time() - age_s,) * 2)
+    there: list[int] = []
+    monkeypatch.setattr(os, "fsync", lambda descriptor: there.append(len(list(tmp_path.glob("[!.]*")))))
+    cached_index([tmp_path], {"a": 1}, 10, lambda: {"x": np.arange(3), "y": np.arange(3)})
+    assert there == [0, 0]
+    assert [path.name for path in tmp_path.glob(".draft-*")] == [".draft-new"]
+
+
+def test_a_user_without_a_home_has_a_cache_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", homeless)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    assert tmp_path in cache_folders(None, Path("data"))[1].parents
 
 
 def test_an_index_that_was_damaged_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

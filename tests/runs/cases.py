@@ -178,6 +178,16 @@ def _cases() -> list[Case]:
         "sd8-stage3-offload": layout(sd=8, stage=3) | {"sharding_offload": True},
     }.items():
         add(name, keys, is_slow=True)
+    for name, keys in {
+        "dp2-sd2-mp2-stage2": layout(dp=2, sd=2, mp=2, stage=2),
+        "pp2-dp2-sd2-stage1": layout(pp=2, dp=2, sd=2),
+        "pp2-dp2-sd2-stage3": layout(pp=2, dp=2, sd=2, stage=3),
+        "pp2-dp2-mp2": layout(pp=2, dp=2, mp=2),
+        "dp2-mp4": layout(dp=2, mp=4),
+        "sd8-stage2-offload": layout(sd=8, stage=2) | {"sharding_offload": True},
+        "sd8-stage3": layout(sd=8, stage=3),
+    }.items():
+        add(name, keys, is_slow=True)
     compiled = {"compile": True}
     add("sd2-stage3-compiled", layout(sd=2, stage=3), compiled, is_slow=True)
     add("mp2-sp-compiled", layout(mp=2), SP, compiled, is_slow=True)
@@ -187,6 +197,7 @@ def _cases() -> list[Case]:
     for granularity in ("full", "full_attn", "core_attn"):
         part = RECOMPUTE | {"recompute_granularity": granularity}
         add(f"mp2-compiled-recompute-{granularity}", layout(mp=2), part, compiled, is_slow=True)
+        add(f"sd2-stage2-compiled-recompute-{granularity}", layout(sd=2, stage=2), part, compiled, is_slow=True)
     add("pp4-vpp2-mp2-dp2", layout(pp=4, mp=2, dp=2), TWICE, EIGHT_LAYERS, is_slow=True)
     return cases
 

@@ -10,6 +10,8 @@ from typing import Any
 from fourfold.config.load import dump_config, load_config
 from fourfold.config.problems import problems
 from fourfold.launch.torchrun import LOCAL_ENVIRONMENT
+from fourfold.train import trial
+from fourfold.train.trial import Trial
 from tests.runs.cases import BASE
 
 TIMEOUT_S = 900
@@ -48,11 +50,5 @@ def run_trials(
 
 
 def worst_difference(ours: dict[str, Any], reference: dict[str, Any]) -> float:
-    """Relative, over losses and gradient norms of all steps and the evaluation."""
-    pairs = [
-        *zip(ours["losses"], reference["losses"], strict=True),
-        *zip(ours["grad_norms"], reference["grad_norms"], strict=True),
-        (ours["eval_loss"], reference["eval_loss"]),
-    ]
-    # a skipped step has no finite norm on either side
-    return max(0.0 if str(a) == str(b) else abs(a - b) / abs(b) for a, b in pairs)
+    trials = [Trial(**{key: value for key, value in each.items() if key != "name"}) for each in (ours, reference)]
+    return trial.worst_difference(*trials)

@@ -115,7 +115,7 @@ def test_a_skipped_step_is_warned_of(tmp_path: Path) -> None:
     outcome = run_training(tiny_config(tmp_path, max_steps=2, use_amp=True, amp_dtype="float16", scale_loss=2.0**40))
     warnings = [line for line in log_lines(outcome) if "[ WARNING]" in line]
     assert len(warnings) == 2
-    assert "global step 2 was skipped" in warnings[1] and "(2 skipped so far)" in warnings[1]
+    assert "by global step 2, 1 more step was skipped" in warnings[1] and "(2 skipped so far)" in warnings[1]
     assert list(curve(tmp_path / "run", "skipped_steps").values()) == [1, 2]
 
 

@@ -5,6 +5,7 @@ import shutil
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -208,3 +209,15 @@ def test_only_complete_checkpoints_are_found(tmp_path: Path) -> None:
     (tmp_path / "run" / "checkpoints" / "step_00000002").mkdir()
     (tmp_path / "run" / "checkpoints" / "step_x").mkdir()
     assert [path.name for path in complete_checkpoints(tmp_path / "run")] == ["step_00000001"]
+
+
+def test_an_epoch_that_ends_within_a_large_batch_is_saved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Five epochs to a batch: the epoch after it is 5, 10, 15, and every second one has passed by."""
+    monkeypatch.setattr(loop, "epoch_of", lambda passes, batch, step: 5 * step)
+    run: Any = SimpleNamespace(
+        config=SimpleNamespace(
+            engine=SimpleNamespace(save_steps=0, save_epochs=2), global_=SimpleNamespace(global_batch_size=8)
+        ),
+        corpus=SimpleNamespace(splits=SimpleNamespace(train=SimpleNamespace(passes=None))),
+    )
+    assert [loop.is_save_due(run, step) for step in (1, 2, 3)] == [True] * 3

@@ -1,16 +1,18 @@
 import dataclasses
 import math
 from collections.abc import Iterator
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from fourfold.layout.layout import Layout
 from fourfold.mesh.process import Process
 from fourfold.optim.scaler import LossScale
 from fourfold.train.build import Run, build_run
-from fourfold.train.step import StepResult, train_step
+from fourfold.train.step import StepResult, attention_dropout_key, train_step
 from tests.tiny import alone, curve, metrics_of, run_training, tiny_config
 
 
@@ -188,3 +190,12 @@ def test_a_compiled_model_trains_as_an_eager_one(tmp_path: Path) -> None:
         curves[is_compiled] = curve(folder, "loss"), curve(folder, "grad_norm")
     for found, expected in zip(curves[True], curves[False], strict=True):
         assert found == pytest.approx(expected, rel=1e-5)
+
+
+def test_attention_dropout_differs_between_shards_and_agrees_between_replicas() -> None:
+    layout = Layout(2, 2, 2, 2)
+    places = [layout.coordinate(rank) for rank in range(layout.world_size)]
+    keys = {at: attention_dropout_key(1234, 7, at) for at in places}
+    for one, other in combinations(places, 2):
+        are_replicas = (one.pp, one.mp) == (other.pp, other.mp)
+        assert (keys[one] == keys[other]) == are_replicas
