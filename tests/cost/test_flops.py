@@ -37,7 +37,8 @@ def test_a_large_model_needs_about_six_flops_per_parameter_and_token() -> None:
 def test_a_device_is_found_by_the_name_it_reports() -> None:
     assert peak_flops("NVIDIA H200") == 989e12
     assert peak_flops("NVIDIA A100-SXM4-40GB") == 312e12
-    assert peak_flops("NVIDIA A10G") == 125e12
+    assert peak_flops("NVIDIA A10G") == 70e12
+    assert peak_flops("NVIDIA L40") != peak_flops("NVIDIA L4")
     assert peak_flops("NVIDIA L40S") == 362e12
     assert peak_flops("NVIDIA L4") == 121e12
     assert peak_flops("Radeon 9700") is None
