@@ -1,7 +1,9 @@
 """What every test takes for granted. Runs before anything imports torch, in this process and in those it starts."""
 
 import os
+from collections.abc import Iterator
 
+import pytest
 from hypothesis import settings
 
 # Tiny models on few cores: more threads per process only fight each other, most of all in multi-process runs.
@@ -16,3 +18,24 @@ for name in list(os.environ):
 # A busy machine is not a failed property.
 settings.register_profile("fourfold", deadline=None)
 settings.load_profile("fourfold")
+
+
+@pytest.fixture(scope="session")
+def s3() -> Iterator[str]:
+    """The address of a bucket on a server of our own: one for all tests, since clients remember its port."""
+    from moto.server import ThreadedMotoServer
+
+    from fourfold.checkpoint.paths import locate
+
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    _, port = server.get_host_and_port()
+    os.environ |= {
+        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
+        "AWS_ACCESS_KEY_ID": "test",
+        "AWS_SECRET_ACCESS_KEY": "test",
+        "AWS_DEFAULT_REGION": "us-east-1",
+    }
+    locate("s3://fourfold").mkdir()
+    yield "s3://fourfold"
+    server.stop()

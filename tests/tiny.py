@@ -128,7 +128,7 @@ def alone() -> Iterator[Process]:
 @contextmanager
 def quiet_log(config: Config) -> Iterator[None]:
     """The run's log file, and nothing of it left open afterwards."""
-    start_log(Path(config.engine.output_dir), 0, None)
+    start_log(Path(config.engine.output_dir) / "logs", 0, None)
     try:
         yield
     finally:

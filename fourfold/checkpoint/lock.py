@@ -147,11 +147,15 @@ def tell_takeover(owner: dict[str, Any] | None) -> None:
         log.warning(f"process {owner['pid']} on {owner['host']} ended without releasing its lock; it is taken over")
 
 
-def read_owner(file: AnyPath) -> dict[str, Any] | None:
+def read_owner(file: AnyPath, tries: int = 10) -> dict[str, Any] | None:
     try:
         return read_owner_from(file.read_bytes())
     except FileNotFoundError:
         return None
+    except OSError as error:
+        if error.errno != errno.EBUSY or tries == 1:
+            raise
+        return read_owner(file, tries - 1)  # S3's word for a file that was written between its look-up and its reading
 
 
 def read_owner_from(content: bytes) -> dict[str, Any] | None:

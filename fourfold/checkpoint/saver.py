@@ -32,14 +32,9 @@ from fourfold.checkpoint.store import (
 from fourfold.checkpoint.together import on_all, on_first
 from fourfold.config.schema import Engine
 from fourfold.errors import CheckpointError
-from fourfold.mesh.mesh import set_timeout
 
 log = logging.getLogger("fourfold")
 
-JOIN_TIMEOUT_S = 600.0
-"""How long ranks wait for each other to begin: one that dies before the group is made is noticed by nothing else."""
-TIMEOUT_S = 6 * 3600.0
-"""How long ranks wait for the slowest disk; a rank that has died is noticed at once."""
 FIRST_GUESS_BYTES_PER_S = 1e8
 """How fast a save is taken to be before one has been timed."""
 
@@ -47,14 +42,14 @@ FIRST_GUESS_BYTES_PER_S = 1e8
 class Saver:
     """Owns the copy and the thread; made by all ranks together. Leaving the block waits for the last save."""
 
-    def __init__(self, engine: Engine, beside: Path) -> None:
-        """`beside` is the local folder whose files follow each checkpoint to a remote output_dir."""
+    def __init__(self, engine: Engine, beside: Path, timeout_s: float = 1800.0) -> None:
+        """`beside` is the local folder whose files follow each checkpoint to a remote output_dir; `timeout_s` is how
+        long ranks wait for the slowest disk among them. One that has died is mostly noticed at once."""
         self.output: AnyPath = locate(engine.output_dir)
         self.engine = engine
         self.beside = beside
         # collectives of the thread must not meet those of the step
-        self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=JOIN_TIMEOUT_S))
-        set_timeout(self.group, TIMEOUT_S)
+        self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
         self.copies: dict[str, torch.Tensor] = {}
         self.thread: threading.Thread | None = None
         self.error: CheckpointError | None = None

@@ -1,5 +1,7 @@
 """`fourfold train`: in this process, as one of several, or, where several are needed, by starting them."""
 
+from pathlib import Path
+
 import torch
 import typer
 from rich.table import Table
@@ -7,50 +9,79 @@ from rich.table import Table
 from fourfold.checkpoint.paths import local_folder, locate
 from fourfold.checkpoint.store import checkpoint_path, is_complete
 from fourfold.commands.options import prepare_config, screen, take_options
+from fourfold.config.flags import parse_flags
 from fourfold.config.keys import describe_keys
-from fourfold.config.resolve import layout_of, with_vocab_size
+from fourfold.config.load import load_config
+from fourfold.config.resolve import is_any_inferred, layout_of, processes_needed, with_vocab_size
 from fourfold.config.schema import Config
 from fourfold.cost.params import count_parameters
-from fourfold.errors import CheckpointError, DataError, FourfoldError
+from fourfold.errors import CheckpointError, ConfigError, DataError, FourfoldError
 from fourfold.generate.load import load_for_generation
 from fourfold.generate.sample import Sampling, generate_tokens
-from fourfold.launch.torchrun import launch_local
+from fourfold.launch.slurm import adopt_ranks, read_step, role_in
+from fourfold.launch.torchrun import Machines, end_with_launcher, launch_local
 from fourfold.layout.stages import PipeStage
+from fourfold.mesh.fingerprint import fingerprint_of
 from fourfold.mesh.process import count_cores, is_worker, join_processes, wait_for_all
+from fourfold.mesh.shared import check_shared
 from fourfold.train.loop import Outcome, train
-from fourfold.train.metrics import start_log
+from fourfold.train.metrics import log, start_log
 from fourfold.train.rehearse import count_built, forecast
 from fourfold.train.verify import CORPUS
 
-GROUP_TIMEOUT_S = 600.0
 DEFAULT_VOCAB_SIZE = 50304
 MOST_PARAMETERS_TO_SHOW = 10**9
 OPENING = "The "
+OPTIONS = {"--debug": False, "--dry_run": False, "--help": False, "-h": False, "--log_dir": "", "--max_restarts": 0}
 
 
 def train_command(context: typer.Context) -> None:
-    """Train a model: fourfold train [CONFIG] [--key value ...] [--dry_run]"""
-    arguments, own = take_options(context.args, {"--debug": False, "--dry_run": False, "--help": False, "-h": False})
+    """Train a model: fourfold train [CONFIG] [--key value ...] [--dry_run] [--max_restarts N]"""
+    arguments, own = take_options(context.args, OPTIONS)
     if own["--help"] or own["-h"]:
         print_train_help()
         return
     if own["--dry_run"]:  # the text is not needed for it
         rehearse(*prepare_config([*arguments, "--input_dir", CORPUS]))
         return
+    machines = place_in_slurm(arguments)
     config, world_size = prepare_config(arguments)
     refuse_checkpoint(config.engine.output_dir)
-    if world_size > 1 and not is_worker():
-        warn_about_cores(config, world_size)
+    if own["--max_restarts"] < 0:
+        raise ConfigError(f"--max_restarts = {own['--max_restarts']} is not a whole number of at least 0")
+    log_dir = Path(own["--log_dir"] or local_folder(config.engine.output_dir) / "logs")
+    # alone, it needs a launcher only to be started again
+    if (world_size > 1 or own["--max_restarts"]) and not is_worker():
+        here = world_size // machines.count
+        warn_about_cores(config, here)
         debug = ["--debug"] if own["--debug"] else []
-        launch_local(world_size, ["train", *arguments, *debug], local_folder(config.engine.output_dir) / "logs")
+        launched = ["train", *arguments, *debug, "--log_dir", str(log_dir)]
+        launch_local(here, launched, log_dir, own["--max_restarts"], machines)
     else:
-        raise typer.Exit(work(config))
+        end_with_launcher()
+        raise typer.Exit(work(config, log_dir))
 
 
-def work(config: Config) -> int:
+def place_in_slurm(arguments: list[str]) -> Machines:
+    """In a step of Slurm's: become one of its ranks, or learn which machines to start processes on."""
+    step = None if is_worker() else read_step()
+    if step is None:
+        return Machines()
+    config = load_config(*parse_flags(arguments))
+    if role_in(step, step.tasks if is_any_inferred(config) else processes_needed(config)) == "worker":
+        adopt_ranks(step)
+    return Machines(step.nodes, step.node_rank == 0, step.address, step.port, step.job_id)
+
+
+def work(config: Config, log_dir: Path) -> int:
     """Be the only process of a run, or one of several."""
-    with join_processes(config.global_.device, GROUP_TIMEOUT_S) as process:
-        start_log(local_folder(config.engine.output_dir), process.rank, screen if process.is_first else None)
+    with join_processes(config.global_.device, config.distributed.timeout, fingerprint_of(config)) as process:
+        output = locate(config.engine.output_dir)
+        if isinstance(output, Path):
+            check_shared(output)
+        start_log(log_dir, process.rank, screen if process.is_first else None)
+        for choice in process.choices:
+            log.info(choice)
         outcome = train(config, process, screen)
         if process.is_first and outcome.exit_code:
             conclude(outcome)
@@ -144,8 +175,17 @@ def write_sample(outcome: Outcome) -> str:
     return tokenizer.decode([*prompt, *generate_tokens(gpt, model, prompt, sampling, tokenizer.vocab_size)])
 
 
+TRAIN_HELP = """Usage: fourfold train [CONFIG] [-c CONFIG] [-o section.key=value] [--key value ...]
+
+  --dry_run         builds one rank on a fake cluster and tells what each would hold, without training
+  --log_dir DIR     where each rank leaves its workerlog.N (output_dir/logs)
+  --max_restarts N  starts all ranks again from the last checkpoint when one fails, at most N times (0)
+  --debug           shows tracebacks of mistakes too
+"""
+
+
 def print_train_help() -> None:
-    screen.print("Usage: fourfold train [CONFIG] [-c CONFIG] [-o section.key=value] [--key value ...] [--debug]\n")
+    screen.print(TRAIN_HELP, markup=False, soft_wrap=True)
     screen.print(
         "Every key of the config file is a flag; booleans may be bare. The keys, with their defaults:", soft_wrap=True
     )

@@ -69,6 +69,12 @@ def processes_needed(config: Config) -> int:
     return prod(degree for degree in _given_degrees(config.distributed).values() if degree != "auto")
 
 
+def is_any_inferred(config: Config) -> bool:
+    """Whether the number of processes decides a degree."""
+    given = _given_degrees(config.distributed)
+    return given["dp"] == "auto" or list(given.values()).count("auto") == 1
+
+
 def micro_batch_size(config: Config, layout: Layout) -> int:
     """As given, or as large as the layout allows: larger micro batches are faster, but fewer leave the pipe idle."""
     if config.global_.micro_batch_size != "auto":

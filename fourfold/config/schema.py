@@ -171,6 +171,9 @@ class Distributed(Section):
     """Pipe stages per process, for interleaved schedules."""
     pp_schedule: Schedule = "1F1B"
     """The order of forwards and backwards in the pipe."""
+    timeout: Annotated[Positive, BeforeValidator(_seconds)] = 1800.0
+    """How long a rank waits for another, in a step or for its part of a checkpoint, before the run is given up: seconds,
+    or `HH:MM:SS`."""
 
 
 class Engine(Section):
@@ -196,6 +199,9 @@ class Engine(Section):
     """Writes checkpoints while training goes on, from one copy in host memory; `false` waits for the disk."""
     max_time: Annotated[Positive, BeforeValidator(_seconds)] | None = None
     """Saves and stops before the process is this old: seconds, or `HH:MM:SS`, or `D-HH:MM:SS` as Slurm writes it."""
+    hang_timeout: Positive = 600.0
+    """Seconds in which no rank finishes a step, an evaluation's batch or a write, after which the run hangs: all ranks'
+    stacks are shown, and the job ends with exit code 70."""
     output_dir: str = "output"
     """Where the run leaves its config, metrics, logs and checkpoints: a folder, or an address like `s3://bucket/run`."""
     resume: str = "auto"

@@ -1,16 +1,25 @@
 """This process: its rank, its device, its process group. The only reader of the environment outside launch/."""
 
+import atexit
 import os
+import sys
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 from torch.nn.attention import SDPBackend
 
-from fourfold.errors import LaunchError
+from fourfold.errors import FourfoldError, LaunchError
+from fourfold.mesh.environment import choose_environment
+from fourfold.mesh.failure import Failures
+from fourfold.mesh.fingerprint import Fingerprint, fingerprint_of
+from fourfold.mesh.meeting import PATIENCE_S, Place, first_line, meet, place_in, refuse
+from fourfold.mesh.mesh import set_timeout
 
 
 @dataclass(frozen=True)
@@ -21,6 +30,8 @@ class Process:
     device: torch.device
     timeout_s: float
     """How long any rank waits for another before the job is given up."""
+    choices: tuple[str, ...] = ()
+    """What was chosen for the environment, in sentences."""
 
     @property
     def is_first(self) -> bool:
@@ -41,9 +52,18 @@ def rank_from_environment() -> int:
     return int(os.environ.get("RANK", 0))
 
 
-def is_first_process() -> bool:
-    """Whether this process speaks for all."""
-    return rank_from_environment() == 0
+def speaks_for_host() -> bool:
+    """Whether this process says what all of its machine have to say."""
+    return int(os.environ.get("LOCAL_RANK", 0)) == 0
+
+
+def is_watched() -> bool:
+    """Whether torchrun's agent, or our own launcher with it, waits for this process and shows why it failed."""
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def is_launched_by_us() -> bool:
+    return "FOURFOLD_LAUNCHER" in os.environ
 
 
 def count_cores() -> int:
@@ -76,24 +96,90 @@ def prefer_fast_attention() -> None:
 
 
 @contextmanager
-def join_processes(device: str, timeout_s: float) -> Iterator[Process]:
-    """Join the process group for the length of the block. A lone process is a group of one, with the same calls."""
-    rank = rank_from_environment()
-    world_size = int(os.environ.get("WORLD_SIZE", 1))
-    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+def join_processes(device: str, timeout_s: float, mine: Fingerprint | None = None) -> Iterator[Process]:
+    """Join the process group for the length of the block. A lone process is a group of one, with the same calls.
+
+    `mine` is what has to be the same on all ranks. An error inside the block becomes the first that any rank had.
+    """
+    if not is_worker():
+        place = prepare_device(device, 0)
+        timeout = timedelta(seconds=timeout_s)
+        dist.init_process_group(backend_of(place), store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        yield Process(0, 1, 0, place, timeout_s)
+        dist.destroy_process_group()  # not after an error: it would wait for ranks that are gone
+        return
+    meeting, local_rank = place_in(os.environ), int(os.environ.get("LOCAL_RANK", 0))
+    try:
+        place = prepare_device(device, local_rank)
+    except LaunchError as error:
+        refuse(meeting, error)
+        raise
+    choices = choose_environment(os.environ, place.type == "cuda")
+    # OpenMP has read the variable long before; with a list, the first is for threads that start no others
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"].split(",")[0]))
+    store, token = join_group(meeting, place, timeout_s, mine)
+    with Failures(meeting, token) as failures:
+        yield Process(meeting.rank, meeting.world_size, local_rank, place, timeout_s, choices)
+        failures.stop()  # the store goes with the first rank
+        dist.barrier()  # whoever leaves early must not break the others' last exchange
+    dist.destroy_process_group()
+    del store  # until here, where it is the first rank's to keep
+
+
+def join_group(
+    meeting: Place, place: torch.device, timeout_s: float, mine: Fingerprint | None
+) -> tuple[dist.TCPStore, str]:
+    """The store that the ranks met at, and a word that all of them know and no earlier attempt did."""
+    patience_s = min(timeout_s, PATIENCE_S)
+    store = meet(meeting, mine or fingerprint_of(), patience_s)
+    word = [uuid.uuid4().hex]
+    try:
+        dist.init_process_group(
+            backend_of(place),
+            store=store,
+            rank=meeting.rank,
+            world_size=meeting.world_size,
+            timeout=timedelta(seconds=patience_s),
+        )
+        dist.broadcast_object_list(word, device=torch.device("cpu"))
+    except RuntimeError as error:
+        failed = LaunchError(
+            f"rank {meeting.rank} on {meeting.host} found the others, but cannot talk to all of them over "
+            f"{os.environ.get('GLOO_SOCKET_IFNAME')} ({first_line(error)}); set GLOO_SOCKET_IFNAME on each machine to "
+            "the interface that reaches the others, and check firewalls"
+        )
+        failed.exit_code = 1
+        raise failed from error
+    set_timeout(dist.distributed_c10d._get_default_group(), timeout_s)
+    return store, word[0]
+
+
+def prepare_device(device: str, local_rank: int) -> torch.device:
     place = pick_device(device, local_rank)
     if place.type == "cuda":
         torch.cuda.set_device(place)
         prefer_fast_attention()
-    # gloo stays beside nccl: checkpoints and offloaded gradients communicate from host memory
-    backend = "cpu:gloo,cuda:nccl" if place.type == "cuda" else "gloo"
-    timeout = timedelta(seconds=timeout_s)
-    if is_worker():
-        dist.init_process_group(backend, timeout=timeout)
-    else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
-    yield Process(rank, world_size, local_rank, place, timeout_s)
-    dist.destroy_process_group()  # not after an error: it would wait for ranks that are gone
+    return place
+
+
+def backend_of(place: torch.device) -> str:
+    """gloo stays beside nccl: checkpoints and offloaded gradients communicate from host memory."""
+    return "cpu:gloo,cuda:nccl" if place.type == "cuda" else "gloo"
+
+
+def tell_refusal(error: FourfoldError) -> None:
+    """A mistake that this rank found before it met the others: they need not wait for it."""
+    if is_worker() and not dist.is_initialized():
+        refuse(place_in(os.environ), error)
+
+
+def leave(code: int) -> NoReturn:
+    """End a worker without the interpreter's own finish, in which gloo's threads, that may still hold tensors, now and
+    then abort the process."""
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(code)
 
 
 def wait_for_all() -> None:

@@ -1,5 +1,7 @@
 """The mean loss per token over the validation part. No dropout, no gradients, same rows every time."""
 
+from collections.abc import Callable
+
 import torch
 
 from fourfold.data.loader import boundaries_of, eval_batches
@@ -8,8 +10,8 @@ from fourfold.train.build import Run
 from fourfold.train.step import count_targets, to_device
 
 
-def evaluate(run: Run) -> float:
-    """The same number on every rank."""
+def evaluate(run: Run, beat: Callable[[], None] = lambda: None) -> float:
+    """The same number on every rank. `beat` is called at every batch."""
     total = torch.zeros(1, device=run.process.device)
     targets = torch.zeros((), dtype=torch.int64, device=run.process.device)
     for batch in eval_batches(
@@ -19,6 +21,7 @@ def evaluate(run: Run) -> float:
         run.config.engine.eval_iters,
         boundaries=boundaries_of(run.config.data),
     ):
+        beat()
         batch = to_device(batch, run.process.device)
         total += run.parallel.execution.evaluate(batch)
         targets += count_targets(run, batch)

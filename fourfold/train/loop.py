@@ -25,9 +25,11 @@ from fourfold.mesh.process import Process
 from fourfold.train.build import Run, build_run, check_beginning
 from fourfold.train.evaluate import count_eval_batches, evaluate
 from fourfold.train.interrupt import Agreement, Deadline, Interrupt, agree_on_exit_code
-from fourfold.train.metrics import METRICS_FILE, Metrics, log
+from fourfold.train.metrics import METRICS_FILE, Metrics, log, log_file
 from fourfold.train.profile import profiling
-from fourfold.train.step import train_step
+from fourfold.train.step import Note, train_step
+from fourfold.train.stragglers import busy_s
+from fourfold.train.watch import Watch
 
 
 @dataclass(frozen=True)
@@ -57,27 +59,32 @@ def train_alone(config: Config, process: Process, console: Console) -> Outcome:
     if run.resumed_from:
         on_first(lambda: fetch_beside(output, run.output_dir, METRICS_FILE))
     on_first(lambda: introduce(run))
-    step, eval_loss, is_stopping = run.first_step, None, False
+    step, eval_loss, is_stopping, own_s = run.first_step, None, False, 0.0
     with (
+        Watch(process, run.config.engine, log_file()) as watch,
         run.open_loader() as loader,
-        Metrics(run, console) as metrics,
+        Metrics(run, watch.hosts, console) as metrics,
         Interrupt() as interrupt,
-        Saver(run.config.engine, run.output_dir) as saver,
+        Saver(run.config.engine, run.output_dir, process.timeout_s) as saver,
         profiling(config.profiler, run.output_dir / "profile", process.device, process.rank) as profiled,
     ):
         saver.reserve(pieces_of(run.parallel, run.optimizer))
         for step in range(run.first_step + 1, run.total_steps + 1):
+            watch.beat(step, "training")
             waited_s = loader.wait_s
             batch = loader.next_batch()
             is_asked = interrupt.signal is not None or saver.has_failed or deadline.is_near(saver.expected_s)
-            result = train_step(run, batch, step - 1, is_asked)
+            began_s = busy_s()
+            result = train_step(run, batch, step - 1, Note(is_asked, own_s))
+            own_s = loader.wait_s - waited_s + busy_s() - began_s
             metrics.record(step - 1, result, loader.wait_s - waited_s)
             is_stopping = agreement.is_reached(result.stop_votes)
             is_last = step == run.total_steps or is_stopping
             is_saving = is_last or is_save_due(run, step)
             is_evaluating = not is_stopping and (is_last or is_eval_due(run, step, is_saving))
-            eval_loss = measure(run, step, metrics) if is_evaluating else None
+            eval_loss = measure(run, step, watch, metrics) if is_evaluating else None
             if is_saving:
+                watch.beat(step, "saving")
                 save(run, step, eval_loss, saver, metrics)
             profiled()
             if is_last:
@@ -147,11 +154,11 @@ def texts_of(run: Run) -> dict[str, str]:
     return {CONFIG_FILE: dump_config(run.config), TOKENIZER_FILE: json.dumps(run.corpus.tokenizer.to_json())}
 
 
-def measure(run: Run, step: int, metrics: Metrics) -> float | None:
+def measure(run: Run, step: int, watch: Watch, metrics: Metrics) -> float | None:
     batches = count_eval_batches(run)
     if not batches:
         return None
     began_s = time.perf_counter()
-    loss = evaluate(run)
+    loss = evaluate(run, lambda: watch.beat(step, "evaluating"))
     metrics.record_evaluation(step, loss, batches, time.perf_counter() - began_s)
     return loss

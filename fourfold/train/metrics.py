@@ -27,6 +27,7 @@ from fourfold.optim.schedule import learning_rate
 from fourfold.train.build import Run
 from fourfold.train.readback import read_later
 from fourfold.train.step import StepResult
+from fourfold.train.stragglers import Stragglers, find_slowest
 
 log = logging.getLogger("fourfold")
 
@@ -46,15 +47,20 @@ CURVES = {
     "mfu": "speed/mfu",
     "reader_s": "speed/reader_s",
     "memory_gib": "speed/memory_gib",
+    "slowest_rank_s": "speed/slowest_rank_s",
+    "median_rank_s": "speed/median_rank_s",
     "eval_loss": "eval/loss",
 }
 
 
 class Pending(NamedTuple):
-    """A step whose numbers are on their way from the device: loss, gradient norm, steps skipped so far, loss scale."""
+    """A step whose numbers are on their way from the device: loss, gradient norm, steps skipped so far, loss scale, and
+    the ranks' own times since the last one."""
 
     step: int
     read: Callable[[], torch.Tensor]
+    steps: int
+    """Since the last one."""
     step_s: float
     reader_s: float
 
@@ -62,7 +68,7 @@ class Pending(NamedTuple):
 class Metrics:
     """Open for the length of a run. `record` after every step, `record_evaluation` after every evaluation."""
 
-    def __init__(self, run: Run, console: Console) -> None:
+    def __init__(self, run: Run, hosts: list[str], console: Console) -> None:
         self.run = run
         self.is_speaker = run.process.is_first
         self.tokens_per_step = run.config.global_.global_batch_size * run.config.data.max_seq_len
@@ -75,6 +81,8 @@ class Metrics:
         # steps skipped before this run began are those that changed no weights
         self.skipped_steps = torch.tensor(run.first_step - run.optimizer.updates, device=run.process.device)
         self.skips_told: float = run.first_step - run.optimizer.updates
+        self.rank_s = torch.zeros(len(hosts), device=run.process.device)
+        self.stragglers = Stragglers(hosts)
         self.progress = progress_bar(console) if self.is_speaker and console.is_terminal else None
         self.task: TaskID | None = None
 
@@ -102,6 +110,7 @@ class Metrics:
     def record(self, step: int, result: StepResult, reader_s: float) -> None:
         """`reader_s` is how long the step waited for its batch."""
         self.skipped_steps = self.skipped_steps + result.is_skipped
+        self.rank_s = self.rank_s + result.rank_s
         self.reader_s += reader_s
         done = step + 1
         is_logged = done % self.run.config.engine.logging_freq == 0 or step == self.run.first_step
@@ -119,12 +128,14 @@ class Metrics:
         self.pending.append(
             Pending(
                 step,
-                read_later(torch.stack([each.float() for each in numbers])),
+                read_later(torch.cat([torch.stack([each.float() for each in numbers]), self.rank_s])),
+                steps,
                 (now - self.logged_s) / steps,
                 self.reader_s / steps,
             )
         )
         self.logged_s, self.logged_step, self.reader_s = now, step + 1, 0.0
+        self.rank_s = torch.zeros_like(self.rank_s)
 
     def flush(self) -> None:
         while self.pending:
@@ -132,7 +143,7 @@ class Metrics:
 
     def _write(self, entry: Pending) -> None:
         config, done = self.run.config, entry.step + 1
-        loss, grad_norm, skipped_steps, loss_scale = entry.read().tolist()
+        loss, grad_norm, skipped_steps, loss_scale, *summed_s = entry.read().tolist()
         passes, batch_size = self.run.corpus.splits.train.passes, config.global_.global_batch_size
         values: dict[str, Any] = {
             "step": done,
@@ -150,6 +161,11 @@ class Metrics:
         }
         if self.run.loss_scale.is_dynamic:
             values["loss_scale"] = loss_scale
+        rank_s = [each / entry.steps for each in summed_s]
+        if len(rank_s) > 1 and any(rank_s):  # told one step late: the first step knows of none
+            slowest = find_slowest(rank_s)
+            values |= {"rank_s": rank_s, "slowest_rank": slowest.rank}
+            values |= {"slowest_rank_s": slowest.own_s, "median_rank_s": slowest.median_s}
         self._save(values)
         log.info(self.line(values), extra=ROUTINE)
         if grad_norm == 0.0:
@@ -161,6 +177,8 @@ class Metrics:
                 f"nothing: a gradient norm was not finite ({int(skipped_steps)} skipped so far)"
             )
             self.skips_told = skipped_steps
+        if "rank_s" in values:
+            self.stragglers.add(rank_s, entry.steps, time.monotonic())
         if self.progress and self.task is not None:
             self.progress.update(self.task, loss=f"{values['loss']:.4f}", speed=f"{values['tokens_per_s']:,.0f}")
 
@@ -204,7 +222,10 @@ class Metrics:
 
     def _save(self, values: dict[str, Any]) -> None:
         # JSON knows no infinity: the norm of a skipped step is null
-        known = {key: value if math.isfinite(value) else None for key, value in values.items()}
+        known = {
+            key: None if isinstance(value, float) and not math.isfinite(value) else value
+            for key, value in values.items()
+        }
         known["time"] = time.time()
         try:
             self.stream.write(json.dumps(known) + "\n")
@@ -243,15 +264,15 @@ class ScreenHandler(logging.Handler):
         self.console.print(record.getMessage(), style=style, markup=False, soft_wrap=True)
 
 
-def start_log(output_dir: Path, rank: int, console: Console | None) -> None:
-    """Log to logs/workerlog.<rank>, and to the console if one is given: in a pipe the same lines."""
-    folder = output_dir / "logs"
+def start_log(folder: Path, rank: int, console: Console | None) -> None:
+    """Log to workerlog.<rank> in this folder, and to the console if one is given: in a pipe the same lines."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         handlers: list[logging.Handler] = [logging.FileHandler(folder / f"workerlog.{rank}", encoding="utf-8")]
     except OSError as error:
         raise LaunchError(
-            f"engine.output_dir = {output_dir} cannot be written to ({error.strerror}); write another folder"
+            f"the log folder {folder} cannot be written to ({error.strerror}); write another engine.output_dir or "
+            "--log_dir"
         ) from error
     if console is not None:
         handlers.append(ScreenHandler(console) if console.is_terminal else logging.StreamHandler())
@@ -262,6 +283,12 @@ def start_log(output_dir: Path, rank: int, console: Console | None) -> None:
     for handler in handlers:
         handler.setFormatter(logging.Formatter(LOG_FORMAT))
         log.addHandler(handler)
+
+
+def log_file() -> Path | None:
+    """Where this rank logs to."""
+    files = [handler for handler in log.handlers if isinstance(handler, logging.FileHandler)]
+    return Path(files[0].baseFilename) if files else None
 
 
 def log_failure(rank: int) -> None:

@@ -15,6 +15,17 @@ from fourfold.optim.schedule import learning_rate
 from fourfold.train.build import Run
 
 
+class Note(NamedTuple):
+    """What a rank tells all others along with its share of a step's results."""
+
+    is_asked_to_stop: bool = False
+    own_s: float = 0.0
+    """How long the step before took this rank, without waiting for others."""
+
+
+NOTHING_TO_SAY = Note()
+
+
 class StepResult(NamedTuple):
     """Of the whole global batch and the same on every rank. Still on the device; reading one waits for it."""
 
@@ -23,9 +34,11 @@ class StepResult(NamedTuple):
     is_skipped: torch.Tensor
     stop_votes: torch.Tensor
     """How many ranks had been asked to stop when this step ended."""
+    rank_s: torch.Tensor
+    """By rank, how long the step before took it, without waiting for others."""
 
 
-def train_step(run: Run, batch: Batch, step: int, is_asked_to_stop: bool = False) -> StepResult:
+def train_step(run: Run, batch: Batch, step: int, note: Note = NOTHING_TO_SAY) -> StepResult:
     """`step` counts from 0; it is the number of steps finished before this one.
 
     The summed loss is weighted by one over the tokens of the whole global batch before backward, so gradients are only
@@ -40,12 +53,12 @@ def train_step(run: Run, batch: Batch, step: int, is_asked_to_stop: bool = False
     gradients = run.optimizer.gradients()
     run.parallel.finish_gradients(gradients)
     counted = run.parallel.counted(gradients)
-    summed_loss, squared, votes = sum_results(run, summed_loss, counted, is_asked_to_stop)
+    summed_loss, squared, notes = sum_results(run, summed_loss, counted, note)
     norm = squared.sqrt() / scale
     is_skipped = ~torch.isfinite(norm)
     run.optimizer.step(learning_rate(step + 1, optimizer), scale * clip_divisor(norm, optimizer.grad_clip), is_skipped)
     run.loss_scale.update(is_skipped)
-    return StepResult(summed_loss / targets, norm, is_skipped, votes)
+    return StepResult(summed_loss / targets, norm, is_skipped, notes[0], notes[1:])
 
 
 def attention_dropout_key(seed: int, step: int, at: Coordinate) -> int:
@@ -54,18 +67,20 @@ def attention_dropout_key(seed: int, step: int, at: Coordinate) -> int:
 
 
 def sum_results(
-    run: Run, summed_loss: torch.Tensor, counted: list[torch.Tensor], is_asked_to_stop: bool
+    run: Run, summed_loss: torch.Tensor, counted: list[torch.Tensor], note: Note
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Loss, squared gradient norm and votes to stop, over all ranks, in one collective."""
-    mine = torch.zeros(3, device=run.process.device)
+    """Loss, squared gradient norm and notes, over all ranks, in one collective. Of the notes, first the votes to stop,
+    then each rank's time, which the others add nothing to."""
+    mine = torch.zeros(3 + run.process.world_size, device=run.process.device)
     if run.parallel.reports_loss:
         mine[0] = summed_loss[0]
     if counted:
         mine[1] = squared_norm(counted)
-    if is_asked_to_stop:
+    if note.is_asked_to_stop:
         mine[2] = 1.0
-    loss, squared, votes = sum_over_all(mine)
-    return loss, squared, votes
+    mine[3 + run.process.rank] = note.own_s
+    summed = sum_over_all(mine)
+    return summed[0], summed[1], summed[2:]
 
 
 def count_targets(run: Run, batch: Batch) -> torch.Tensor:

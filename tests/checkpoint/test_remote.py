@@ -7,13 +7,11 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from moto.server import ThreadedMotoServer
 from rich.console import Console
 from upath import UPath
 
@@ -28,26 +26,6 @@ from fourfold.generate.load import load_for_generation
 from fourfold.train.loop import Outcome, train
 from tests.checkpoint.saving import is_equal, loaded, names, save, tensors
 from tests.tiny import alone, curve, run_training, tiny_config
-
-
-@pytest.fixture(scope="module")
-def s3() -> Iterator[str]:
-    """The address of a bucket on a server of our own."""
-    before = dict(os.environ)
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    _, port = server.get_host_and_port()
-    os.environ |= {
-        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
-        "AWS_ACCESS_KEY_ID": "test",
-        "AWS_SECRET_ACCESS_KEY": "test",
-        "AWS_DEFAULT_REGION": "us-east-1",
-    }
-    locate("s3://fourfold").mkdir()
-    yield "s3://fourfold"
-    server.stop()
-    os.environ.clear()
-    os.environ |= before
 
 
 @pytest.fixture(params=["memory", "s3"])

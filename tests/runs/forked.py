@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 from typing import Any, Self
 
+from fourfold.checkpoint.paths import local_folder
 from fourfold.commands import train as command
 from fourfold.commands.options import prepare_config
 from fourfold.errors import FourfoldError
@@ -70,7 +71,8 @@ def be_rank(question: dict[str, Any], rank: int) -> None:
         os.dup2(log, descriptor)
     code = 1
     try:
-        code = command.work(prepare_config([question["config"]])[0])
+        config, _ = prepare_config([question["config"]])
+        code = command.work(config, local_folder(config.engine.output_dir) / "logs")
     except FourfoldError as error:
         print(f"error: {error}", flush=True)
         code = error.exit_code

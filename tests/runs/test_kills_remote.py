@@ -10,18 +10,13 @@ import pytest
 
 from fourfold.checkpoint.paths import local_folder, locate
 from fourfold.checkpoint.store import complete_checkpoints, verify_checkpoint
-from tests.checkpoint.test_remote import s3  # noqa: F401
 from tests.runs.forked import Forks
 from tests.runs.test_kills import TINY
 from tests.tiny import curve, write_text
 
 
 @pytest.mark.slow
-def test_a_killed_run_goes_on_from_a_remote_folder(
-    tmp_path: Path,
-    s3: str,  # noqa: F811
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_killed_run_goes_on_from_a_remote_folder(tmp_path: Path, s3: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     address, rng = f"{s3}/killed", random.Random(1)
     configs = {"here": tmp_path / "here.yaml", "there": tmp_path / "there.yaml"}

@@ -61,7 +61,7 @@ def test_killed_rank_ends_the_job_within_seconds_and_is_named(job: subprocess.Po
     output, _ = job.communicate(timeout=20)
     assert time.monotonic() - began_s < 10
     assert job.returncode == 1
-    assert "rank 1 failed first" in output and "SIGKILL" in output
+    assert "rank 1 on " in output and "failed first" in output and "SIGKILL" in output
     assert "Traceback" not in output
     assert not any(is_alive(pid) for pid in workers)
 
