@@ -14,7 +14,7 @@ from rich.table import Table
 from fourfold.commands.options import screen, take_options
 from fourfold.config.flags import parse_flags
 from fourfold.errors import ConfigError
-from fourfold.mesh.process import join_processes
+from fourfold.mesh.process import join_processes, keep_compiled
 from fourfold.train.bench import SIZES, Measured, bench_config, measure
 
 PEERS = ("nanogpt", "hf")
@@ -86,6 +86,7 @@ def measure_one(own: dict[str, Any], flags: list[str], size: str) -> None:
     """In the process of one contender and one size: measure, and leave the figures in --json."""
     _, overrides = parse_flags(flags)
     keys = [(name, str(value)) for name, value in overrides]
+    keep_compiled()
     with join_processes("auto", timeout_s=600.0) as process:
         batch = own["--batch"] or SIZES[size][1]
         config = bench_config(size, batch, own["--seq_len"], keys, process.device)

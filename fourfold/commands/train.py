@@ -22,7 +22,7 @@ from fourfold.launch.slurm import adopt_ranks, read_step, role_in
 from fourfold.launch.torchrun import Machines, end_with_launcher, launch_local
 from fourfold.layout.stages import PipeStage
 from fourfold.mesh.fingerprint import fingerprint_of
-from fourfold.mesh.process import count_cores, is_worker, join_processes, wait_for_all
+from fourfold.mesh.process import count_cores, is_worker, join_processes, keep_compiled
 from fourfold.mesh.shared import check_shared
 from fourfold.train.loop import Outcome, train
 from fourfold.train.metrics import log, start_log
@@ -82,10 +82,11 @@ def work(config: Config, log_dir: Path) -> int:
         start_log(log_dir, process.rank, screen if process.is_first else None)
         for choice in process.choices:
             log.info(choice)
+        if config.engine.compile:
+            log.info(f"compiling in the first step; what is compiled is kept in {keep_compiled()}")
         outcome = train(config, process, screen)
         if process.is_first and outcome.exit_code:
             conclude(outcome)
-        wait_for_all()  # whoever leaves first with an exit code ends the others
     if process.is_first and not outcome.exit_code:  # nobody waits for the sample
         conclude(outcome)
     return outcome.exit_code

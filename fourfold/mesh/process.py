@@ -5,9 +5,10 @@ import os
 import sys
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import NoReturn
 
 import torch
@@ -121,7 +122,7 @@ def join_processes(device: str, timeout_s: float, mine: Fingerprint | None = Non
     with Failures(meeting, token) as failures:
         yield Process(meeting.rank, meeting.world_size, local_rank, place, timeout_s, choices)
         failures.stop()  # the store goes with the first rank
-        dist.barrier()  # whoever leaves early must not break the others' last exchange
+        wait_for_all()  # whoever leaves early must not break the others' last exchange
     dist.destroy_process_group()
     del store  # until here, where it is the first rank's to keep
 
@@ -160,6 +161,17 @@ def prepare_device(device: str, local_rank: int) -> torch.device:
         torch.cuda.set_device(place)
         prefer_fast_attention()
     return place
+
+
+def keep_compiled() -> str:
+    """The folder of compiled code: as set, else one that outlives the temporary files among which PyTorch keeps it."""
+    folder = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    if not folder:
+        with suppress(OSError, RuntimeError):  # no home, or none to write to
+            ours = Path.home() / ".cache" / "fourfold" / "compiled"
+            ours.mkdir(parents=True, exist_ok=True)
+            os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder = str(ours)
+    return folder or "the temporary folder"
 
 
 def backend_of(place: torch.device) -> str:

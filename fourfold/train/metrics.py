@@ -95,7 +95,11 @@ class Metrics:
         if self.progress:
             self.progress.start()
             self.task = self.progress.add_task(
-                "", total=self.run.total_steps, completed=self.run.first_step, loss="-", speed="-"
+                "compiling" if self.run.config.engine.compile else "training",
+                total=self.run.total_steps,
+                completed=self.run.first_step,
+                loss="-",
+                speed="-",
             )
         return self
 
@@ -117,7 +121,7 @@ class Metrics:
         if self.is_speaker and (is_logged or done == self.run.total_steps):
             self._enqueue(step, result)
         if self.progress and self.task is not None:
-            self.progress.update(self.task, completed=done)
+            self.progress.update(self.task, completed=done, description="training")
         while len(self.pending) > (1 if self.reads_late else 0):
             self._write(self.pending.popleft())
 
@@ -240,7 +244,7 @@ class Metrics:
 
 def progress_bar(console: Console) -> Progress:
     return Progress(
-        TextColumn("training"),
+        TextColumn("{task.description}"),
         BarColumn(bar_width=None),
         MofNCompleteColumn(),
         TextColumn("loss {task.fields[loss]}"),

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from fourfold.mesh.process import keep_compiled
 from tests.mesh.four_ranks import RANKS, TIMEOUT_S
 
 ROOT = Path(__file__).parents[2]
@@ -41,3 +42,18 @@ def test_a_folder_that_machines_do_not_share_is_refused_on_all_in_the_same_words
     sentence = ranks[0]["not_shared"]
     assert "as rank 2 on" in sentence and "is not the one that rank 0 writes to" in sentence
     assert "that all machines share" in sentence and "s3://" in sentence
+
+
+def test_compiled_code_is_kept_in_a_known_folder_unless_another_is_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "elsewhere")
+    assert keep_compiled() == "elsewhere"
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
+    assert Path(keep_compiled()) == tmp_path / ".cache" / "fourfold" / "compiled"
+    assert (tmp_path / ".cache" / "fourfold" / "compiled").is_dir()
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
+    (tmp_path / "file").write_text("", encoding="utf-8")
+    monkeypatch.setenv("HOME", str(tmp_path / "file"))
+    assert keep_compiled() == "the temporary folder" and "TORCHINDUCTOR_CACHE_DIR" not in os.environ
