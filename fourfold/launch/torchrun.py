@@ -63,10 +63,8 @@ class Machines:
     run_id: str = field(default_factory=lambda: uuid.uuid4().hex)
 
 
-# What workers on one machine need; anything already set wins.
+# What workers need beyond what they choose themselves; anything already set wins.
 LOCAL_ENVIRONMENT = {
-    "OMP_NUM_THREADS": "1",
-    "GLOO_SOCKET_IFNAME": "lo",
     # without it a restarted group reads the addresses of the dead one
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
     # below it are C++ stack traces of connections that end when a rank does, ahead of the sentence that says why
@@ -80,8 +78,7 @@ def launch_local(
     """Run `fourfold <arguments>` as this many workers here and wait for them. A worker's failure is a LaunchError."""
     machines = machines or Machines()
     for name, value in LOCAL_ENVIRONMENT.items():
-        if machines.count == 1 or name != "GLOO_SOCKET_IFNAME":
-            os.environ.setdefault(name, value)
+        os.environ.setdefault(name, value)
     os.environ[LAUNCHER] = str(os.getpid())
     try:
         log_dir.mkdir(parents=True, exist_ok=True)
