@@ -23,8 +23,8 @@ from fourfold.mesh.meeting import ANSWER_S, Place, open_store, within
 log = logging.getLogger("fourfold")
 
 POLL_S = 1.0
-LOOK_S = 2.0
-"""How long the story of a lost peer may take to arrive."""
+LOOK_S = 1.0
+"""How long the story of a lost peer may take to arrive: it was left before its connections ended."""
 LINGER_S = 3.0
 """How long the first rank, once it has failed, keeps the store for the others to read."""
 GRACE_S = 30.0
@@ -75,7 +75,9 @@ class Failures:
             self._tell(Failure(self.place.rank, self.place.host, describe(error), log_file(), exit_code_of(error)))
             return
         what = f"it lost a peer ({describe(error)}): a rank was killed or hangs, or its host is gone"
-        first = self._look() or self._tell(Failure(self.place.rank, self.place.host, what, log_file(), 1))
+        # nobody waits for this story: the others have lost the same peer
+        mine = Failure(self.place.rank, self.place.host, what, log_file(), 1)
+        first = self._look() or self._tell(mine, lingers=False)
         lost = LaunchError(first.story)
         lost.exit_code = first.exit_code
         raise lost from error
@@ -109,13 +111,13 @@ class Failures:
             within(LOOK_S, look)
         return self.first
 
-    def _tell(self, mine: Failure) -> Failure:
+    def _tell(self, mine: Failure, lingers: bool = True) -> Failure:
         """Leave our story, unless there is one already; the one that counts."""
 
         def tell() -> None:
             self.first = Failure(*json.loads(self.store.compare_set("first", "", json.dumps(mine))))
             heard = self.store.add("heard", 1)
-            while self.place.keeps_store and heard < self.place.world_size:
+            while lingers and self.place.keeps_store and heard < self.place.world_size:
                 time.sleep(0.05)
                 heard = self.store.add("heard", 0)
 

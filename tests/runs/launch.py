@@ -30,12 +30,12 @@ def write_configs(folder: Path, cases: dict[str, dict[str, object]], world_size:
 
 
 def run_trials(
-    folder: Path, cases: dict[str, dict[str, object]], world_size: int, mutation: str | None = None
+    folder: Path, cases: dict[str, dict[str, object]], world_size: int, module: str = "fourfold trials"
 ) -> tuple[dict[str, dict[str, Any]], str]:
     """Results by case, those of one launch of `world_size` processes, and what it printed."""
     listing, results = write_configs(folder, cases, world_size), folder / "results.jsonl"
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world_size}"]
-    worker = ["-m", "tests.runs.mutated", mutation] if mutation else ["-m", "fourfold", "trials"]
+    worker = ["-m", *module.split()]
     done = subprocess.run(
         [*torchrun, *worker, str(listing), str(results)],
         env=LOCAL_ENVIRONMENT | os.environ,

@@ -1,11 +1,13 @@
 """Workers with one mistake built in on purpose: the parity table must notice each of them.
 
-`python -m tests.runs.mutated MISTAKE TRIALS RESULTS` is `fourfold trials TRIALS RESULTS` after the mistake is made.
+`python -m tests.runs.mutated TRIALS RESULTS` is `fourfold trials TRIALS RESULTS`, each trial with the mistake that it
+is named after.
 """
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -82,8 +84,21 @@ MISTAKES: dict[str, Callable[[], None]] = {
     )
 }
 
+
+@contextmanager
+def made(mistake: str) -> Iterator[None]:
+    places = (apply, sharding, step)
+    before, finish_gradients = [dict(vars(place)) for place in places], apply.ParallelModel.finish_gradients
+    MISTAKES[mistake]()
+    yield
+    for place, names in zip(places, before, strict=True):
+        vars(place).update(names)
+    apply.ParallelModel.finish_gradients = finish_gradients  # type: ignore[method-assign]
+
+
 if __name__ == "__main__":
-    MISTAKES[sys.argv[1]]()
-    configs = {name: Path(path) for name, path in json.loads(Path(sys.argv[2]).read_text(encoding="utf-8")).items()}
+    configs = {name: Path(path) for name, path in json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")).items()}
     with join_processes("cpu", timeout_s=60.0) as process:
-        run_trials(configs, process, Path(sys.argv[3]))
+        for name, path in configs.items():
+            with made(name):
+                run_trials({name: path}, process, Path(sys.argv[2]))

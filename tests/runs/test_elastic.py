@@ -91,10 +91,6 @@ def kill_ranks(tmp_path: Path, kills: int, seed: int) -> None:
     assert not any(is_alive(pid) for pid in workers)
 
 
-def test_a_killed_rank_is_replaced_and_the_losses_are_those_of_an_undisturbed_run(tmp_path: Path) -> None:
-    kill_ranks(tmp_path, kills=1, seed=1)
-
-
 @pytest.mark.slow
 def test_ten_killed_ranks_are_replaced_each_within_seconds(tmp_path: Path) -> None:
     kill_ranks(tmp_path, kills=10, seed=2)

@@ -45,16 +45,8 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def reference(config: Path) -> Path:
-    """The run of a plain `fourfold train` on one machine."""
+    """The run of a plain `fourfold train` on one machine, for as long as the longest of the others."""
     output = config.parent / "plain"
-    run_here([*FOURFOLD, str(config), "--output_dir", str(output)])
-    return output
-
-
-@pytest.fixture(scope="module")
-def undisturbed(config: Path) -> Path:
-    """The same for as long as it takes to lose a host."""
-    output = config.parent / "undisturbed"
     run_here([*FOURFOLD, str(config), "--output_dir", str(output), "--max_steps", str(LONG)])
     return output
 
@@ -110,7 +102,7 @@ def test_torchrun_on_one_machine_gives_the_bits_of_a_plain_start(config: Path, r
 
 def assert_same_bits(output: Path, reference: Path) -> None:
     for key in ("loss", "grad_norm"):
-        assert curve(output, key) == curve(reference, key)
+        assert list(curve(output, key).items()) == list(curve(reference, key).items())[:STEPS]
     assert len(curve(output, "loss")) == STEPS
 
 
@@ -134,7 +126,7 @@ def test_two_hosts_give_the_bits_of_one(
 
 @pytest.mark.slow
 def test_a_lost_host_that_comes_back_goes_on_exactly_and_one_lost_for_good_leaves_half_the_ranks(
-    hosts: tuple[Host, Host], config: Path, undisturbed: Path
+    hosts: tuple[Host, Host], config: Path, reference: Path
 ) -> None:
     output, flags = config.parent / "lost", ("--max_steps", str(LONG), "--save_steps", "5")
     first, second = (start_host(hosts, rank, C10D, config, output, *flags) for rank in (0, 1))
@@ -146,7 +138,7 @@ def test_a_lost_host_that_comes_back_goes_on_exactly_and_one_lost_for_good_leave
     second = start_host(hosts, 1, C10D, config, output, *flags)
     wait_until(lambda: is_resumed(output) and steps_done(output) > lost_at + 10, output)
     print(f"past where it was {time.monotonic() - lost_s:.1f} s after the host was lost")
-    expected = curve(undisturbed, "loss")
+    expected = curve(reference, "loss")
     assert all(loss == expected[step] for step, loss in curve(output, "loss").items())
 
     hosts[1].kill()

@@ -1,6 +1,7 @@
 """A test of the tests: mistakes that other trainers have shipped, made on purpose, turn cases of the table red."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,30 +19,53 @@ BROKEN_BY = {
 }
 
 
+MUTATED = "tests.runs.mutated"
+MISHAP = "overflow_on_the_last_rank_at_the_third_step"
+
+Found = dict[str, dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def references(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    """Of every mistake's case, on one process and without the mistake."""
+    cases = {mistake: CASES[name].reference for mistake, name in BROKEN_BY.items()}
+    found, output = run_trials(tmp_path_factory.mktemp("references"), cases, 1)
+    assert len(found) == len(cases), output[-4000:]
+    return found
+
+
+@pytest.fixture(scope="module")
+def mutated(tmp_path_factory: pytest.TempPathFactory) -> dict[int, tuple[Found, str]]:
+    """What the mistakes lead to, and what was said, by world size: those of one size in one launch."""
+    by_size: dict[int, dict[str, dict[str, object]]] = {}
+    for mistake, name in BROKEN_BY.items():
+        by_size.setdefault(CASES[name].world_size, {})[mistake] = CASES[name].keys
+    return {
+        size: run_trials(tmp_path_factory.mktemp(f"mutated{size}"), cases, size, MUTATED)
+        for size, cases in by_size.items()
+    }
+
+
 @pytest.mark.parametrize("mistake", BROKEN_BY)
-def test_mistake_made_on_purpose_is_noticed(mistake: str, tmp_path: Path) -> None:
+def test_mistake_made_on_purpose_is_noticed(
+    mistake: str, references: Found, mutated: dict[int, tuple[Found, str]]
+) -> None:
     case = CASES[BROKEN_BY[mistake]]
-    reference_folder, folder = tmp_path / "reference", tmp_path / "mutated"
-    reference_folder.mkdir()
-    folder.mkdir()
-    reference, output = run_trials(reference_folder, {case.name: case.reference}, 1)
-    assert reference, output[-4000:]
-    found, output = run_trials(folder, {case.name: case.keys}, case.world_size, mistake)
+    found, output = mutated[case.world_size]
     # either the numbers are off or the run notices by itself that something is missing
-    assert not found or worst_difference(found[case.name], reference[case.name]) > 10 * case.tolerance, output[-2000:]
-    if not found:
+    if mistake in found:
+        assert worst_difference(found[mistake], references[mistake]) > 10 * case.tolerance
+    else:
         assert "got no gradient" in output, output[-4000:]
 
 
 def test_overflow_on_one_rank_skips_the_step_on_all(tmp_path: Path) -> None:
-    mishap = "overflow_on_the_last_rank_at_the_third_step"
-    results = {}
-    for name, world_size in (("sd2-pp2-stage2", 4), ("one process", 1)):
+    results = []
+    for keys, world_size in ((CASES["sd2-pp2-stage2"].keys, 4), ({}, 1)):
         folder = tmp_path / str(world_size)
         folder.mkdir()
-        keys = CASES[name].keys if world_size > 1 else {}
-        found, output = run_trials(folder, {name: keys}, world_size, mishap)
+        found, output = run_trials(folder, {MISHAP: keys}, world_size, MUTATED)
         assert found, output[-4000:]
-        results[name] = found[name]
-    assert results["sd2-pp2-stage2"]["skipped_steps"] == results["one process"]["skipped_steps"] == 1
-    assert worst_difference(results["sd2-pp2-stage2"], results["one process"]) <= 1e-5
+        results.append(found[MISHAP])
+    assert results[0]["skipped_steps"] == results[1]["skipped_steps"] == 1
+    assert worst_difference(*results) <= 1e-5

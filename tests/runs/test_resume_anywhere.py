@@ -24,19 +24,17 @@ OFFLOAD = {"sharding_offload": True}
 
 LAYOUTS: dict[str, dict[str, object]] = {
     "one": layout(),
-    "dp2": layout(dp=2) | {"micro_batch_size": 2},
     "mp2-sp": layout(mp=2) | SP,
     "pp2-uneven": layout(pp=2),
     "pp2-zbv": layout(pp=2) | SCHEDULES["zbv"],
     "sd2-stage3-offload": layout(sd=2, stage=3) | OFFLOAD,
-    "pp4-uneven": layout(pp=4),
-    "dp2-sd2-stage1": layout(dp=2, sd=2),
+    "dp2-sd2-stage1": layout(dp=2, sd=2) | {"micro_batch_size": 2},
     "sd2-mp2-stage3": layout(sd=2, mp=2, stage=3),
     "sd2-pp2-stage2-interleaved": layout(sd=2, pp=2, stage=2) | TWICE,
     "pp2-sd2-mp2-stage3-sp": layout(pp=2, sd=2, mp=2, stage=3) | SP,
     "dp2-sd2-mp2-stage2": layout(dp=2, sd=2, mp=2, stage=2),
 }
-FOR_UNTIED = ("one", "pp2-uneven", "sd2-stage3-offload", "mp2-sp", "sd2-mp2-stage3", "sd2-pp2-stage2-interleaved")
+FOR_UNTIED = ("one", "pp2-uneven", "sd2-stage3-offload", "sd2-mp2-stage3")
 
 
 # A second family, with a loss scale: its checkpoints are loaded among themselves.
@@ -133,7 +131,7 @@ class Matrix:
 
 
 def test_any_checkpoint_of_up_to_two_ranks_on_any_layout(tmp_path: Path) -> None:
-    names = ("one", "dp2", "mp2-sp", "pp2-zbv", "sd2-stage3-offload", "untied-fp16-one", "untied-fp16-pp2-uneven")
+    names = ("one", "pp2-uneven", "mp2-sp", "pp2-zbv", "sd2-stage3-offload", "untied-fp16-one", "untied-fp16-pp2-uneven")
     matrix = Matrix(tmp_path, {name: CASES[name] for name in names})
     matrix.run()
     assert len(matrix.pairs()) == 5 * 5 + 2 * 2
@@ -144,5 +142,5 @@ def test_any_checkpoint_of_up_to_two_ranks_on_any_layout(tmp_path: Path) -> None
 def test_any_checkpoint_of_up_to_eight_ranks_on_any_layout(tmp_path: Path) -> None:
     matrix = Matrix(tmp_path, CASES)
     matrix.run()
-    assert len(matrix.pairs()) == 12 * 12 + 6 * 6
+    assert len(matrix.pairs()) == 10 * 10 + 4 * 4
     matrix.check()
