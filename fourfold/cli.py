@@ -63,9 +63,10 @@ def top(version: Annotated[bool, typer.Option("--version", help="Print the versi
 
 
 def main() -> None:
-    if not is_worker():
-        sys.exit(run())
-    leave(run())
+    code = run()  # which may make a worker of this process, in a step of Slurm's
+    if is_worker():
+        leave(code)
+    sys.exit(code)
 
 
 def run() -> int:
@@ -93,7 +94,7 @@ def run() -> int:
 def is_shown(error: Exception) -> bool:
     """Whether this process tells what went wrong: on each machine one does, unless its launcher will."""
     if not is_worker():
-        return True
+        return speaks_for_host()
     return speaks_for_host() and not is_launched_by_us() and (isinstance(error, FourfoldError) or not is_watched())
 
 

@@ -17,6 +17,8 @@ AnyPath = Path | UPath
 
 BLOCK_BYTES = 2**24
 """Files are written, read and hashed in blocks of this size."""
+SYNC_BYTES = 2**28
+"""How much may wait in the system's memory: what counts as written, when a save is watched, has reached the disk."""
 
 
 class FileEntry(NamedTuple):
@@ -60,13 +62,18 @@ def local_folder(output_dir: str) -> Path:
 
 def write_file(path: AnyPath, blocks: Iterable[bytes | memoryview]) -> FileEntry:
     """Write all blocks, flush them to the disk if it is ours, and tell what was written."""
-    digest, size = xxhash.xxh3_64(), 0
+    digest, size, unsynced = xxhash.xxh3_64(), 0, 0
     with path.open("wb") as stream:
         for whole in blocks:
             for begin in range(0, len(whole), BLOCK_BYTES):
                 block = whole[begin : begin + BLOCK_BYTES]
                 digest.update(block)
                 stream.write(block)
+                unsynced += len(block)
+                if unsynced >= SYNC_BYTES and is_local(path):
+                    stream.flush()
+                    os.fdatasync(stream.fileno())
+                    unsynced = 0
             size += len(whole)
         if is_local(path):
             stream.flush()

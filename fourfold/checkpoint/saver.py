@@ -42,7 +42,7 @@ FIRST_GUESS_BYTES_PER_S = 1e8
 class Saver:
     """Owns the copy and the thread; made by all ranks together. Leaving the block waits for the last save."""
 
-    def __init__(self, engine: Engine, beside: Path, timeout_s: float = 1800.0) -> None:
+    def __init__(self, engine: Engine, beside: Path, timeout_s: float = 21600.0) -> None:
         """`beside` is the local folder whose files follow each checkpoint to a remote output_dir; `timeout_s` is how
         long ranks wait for the slowest disk among them. One that has died is mostly noticed at once."""
         self.output: AnyPath = locate(engine.output_dir)

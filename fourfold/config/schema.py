@@ -172,8 +172,8 @@ class Distributed(Section):
     pp_schedule: Schedule = "1F1B"
     """The order of forwards and backwards in the pipe."""
     timeout: Annotated[Positive, BeforeValidator(_seconds)] = 1800.0
-    """How long a rank waits for another, in a step or for its part of a checkpoint, before the run is given up:
-    seconds, or `HH:MM:SS`."""
+    """How long a rank waits for another before the run is given up: seconds, or `HH:MM:SS`. For the slowest disk among
+    them at least six hours."""
 
 
 class Engine(Section):

@@ -16,6 +16,7 @@ CONFIG_FOLDER = "/etc/fourfold"
 WORK_FOLDER = "/workspace"
 """Where the claim is mounted; relative paths of the config, output_dir among them, lie there."""
 PORT = 29400
+COMPLETION_INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 SAVE_S = 120
 """How long processes that are told to end may take to save before torchrun kills them."""
 
@@ -88,9 +89,8 @@ def container(job: Job, name: str, image: str) -> dict[str, Any]:
         "args": [
             f"--nnodes={job.nodes}",
             f"--nproc_per_node={job.processes_per_node}",
-            "--rdzv_backend=c10d",
-            f"--rdzv_endpoint={name}-node-0-0.{name}:{PORT}",
-            f"--rdzv_id={name}",
+            f"--master_addr={name}-node-0-0.{name}",
+            f"--master_port={PORT}",
             "-m",
             "fourfold",
             "train",
@@ -98,6 +98,8 @@ def container(job: Job, name: str, image: str) -> dict[str, Any]:
             *as_flags(job.settings),
         ],
         "env": [
+            # torchrun's --node_rank: the static form waits for the first pod's name, c10d would look it up only once
+            {"name": "PET_NODE_RANK", "valueFrom": {"fieldRef": {"fieldPath": COMPLETION_INDEX}}},
             {"name": "OMP_NUM_THREADS", "value": "1"},
             {"name": "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "value": str(SAVE_S)},
         ],

@@ -68,7 +68,7 @@ def read_step(environment: Mapping[str, str] = os.environ) -> SlurmStep | None:
         local_task=int(environment["SLURM_LOCALID"]),
         local_tasks=_tasks_per_node(environment["SLURM_STEP_TASKS_PER_NODE"])[node_rank],
         address=environment.get("MASTER_ADDR") or _first_address(environment["SLURM_STEP_NODELIST"]),
-        port=int(environment.get("MASTER_PORT") or port),
+        port=_port(environment.get("MASTER_PORT")) or port,
         job_id=f"{job}.{step}.{restart}",
     )
 
@@ -99,6 +99,12 @@ def role_in(step: SlurmStep, processes_needed: int) -> Literal["worker", "launch
         f"srun started {step.tasks} tasks on {step.nodes} node{'s' * (step.nodes > 1)}, but the layout needs "
         f"{processes_needed} processes; write {fitting}"
     )
+
+
+def _port(text: str | None) -> int | None:
+    if text and not text.isdecimal():
+        raise LaunchError(f"MASTER_PORT = {text} is not a port; it can be 1 to 65535")
+    return int(text) if text else None
 
 
 def _tasks_per_node(text: str) -> list[int]:

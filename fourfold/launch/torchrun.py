@@ -20,6 +20,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import torch.distributed as dist
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
@@ -28,13 +29,13 @@ from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousHand
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from fourfold.errors import LaunchError
-from fourfold.mesh.environment import source_address
+from fourfold.mesh.environment import own_address
 from fourfold.train.watch import HUNG
 
 SHUTDOWN_S = 5
 """How long the others may take to end when a worker has failed: without it they cannot finish a step."""
-MEETING_S = 45
-"""How long to look for the first machine's address and port."""
+MEETING_S = 300
+"""How long the first machine may be behind the others: machines import at different speeds."""
 GATHERING_S = 900
 """How long to wait for machines that are not there yet, at the start and when one is lost."""
 
@@ -96,11 +97,15 @@ def launch_local(
             args=("-m", "fourfold", *arguments),
             rdzv_handler=meeting_of(machines),
             max_restarts=max_restarts,
-            local_addr=None if machines.count == 1 else source_address(machines.address),
+            local_addr=address_here(machines),
         )
         agent = Agent(spec, log_dir, processes)
         try:
             agent.run()
+        except (RendezvousError, dist.DistError):
+            if agent.failure is None:
+                raise
+            # otherwise another machine has given up, and the failure is why
         except SignalException as stopped:
             sys.exit(128 + int(stopped.sigval))
         finally:
@@ -115,7 +120,6 @@ class Agent(LocalElasticAgent):
     def __init__(self, spec: WorkerSpec, log_dir: Path, processes: int) -> None:
         logs = DefaultLogsSpecs(str(log_dir), redirects=dict.fromkeys(range(1, processes), Std.ALL))
         super().__init__(spec, logs)
-        self._shutdown_timeout = SHUTDOWN_S
         self.log_dir = log_dir
         self.passed_on: list[int] = []
         self.failure: ProcessFailure | None = None
@@ -128,6 +132,12 @@ class Agent(LocalElasticAgent):
         for number in PASSED_ON:
             signal.signal(number, partial(pass_on, self.passed_on))
         return super().run(*arguments)
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        started = super()._start_workers(worker_group)
+        context: Any = self._pcontext  # which ends the others by itself when one fails, and is patient
+        context.close = lambda death_sig=None, timeout=0, close=context.close: close(death_sig, SHUTDOWN_S)
+        return started
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         result = super()._monitor_workers(worker_group)
@@ -220,7 +230,7 @@ def meeting_of(machines: Machines) -> RendezvousHandler:
             run_id=machines.run_id,
             min_nodes=machines.count,
             max_nodes=machines.count,
-            local_addr=None if machines.count == 1 else source_address(machines.address),
+            local_addr=address_here(machines),
             read_timeout=MEETING_S,
             join_timeout=GATHERING_S,
             **several,
@@ -228,13 +238,23 @@ def meeting_of(machines: Machines) -> RendezvousHandler:
     )
 
 
+def address_here(machines: Machines) -> str | None:
+    if machines.count == 1:
+        return "localhost"  # whatever this machine's name is, or does not resolve to
+    socket.getaddrinfo(machines.address, machines.port)  # raises for a name that nobody knows
+    return own_address(machines.address)
+
+
 @contextmanager
 def told_meeting(machines: Machines) -> Iterator[None]:
     """Torch's words for machines that do not find each other, as a sentence."""
     try:
         yield
-    except (RendezvousError, socket.gaierror) as error:
-        raise LaunchError(
-            f"the {machines.count} machines of this run could not meet at {machines.address}:{machines.port}: {error}; "
-            "check that the first one is up, that its name resolves on the others and that the port is free there"
-        ) from error
+    except (RendezvousError, dist.DistError, socket.gaierror) as error:
+        failed = LaunchError(
+            f"the {machines.count} machines of this run could not meet at {machines.address}:{machines.port}: "
+            f"{error.__cause__ or error}; check that the first one is up, that its name resolves on the others and "
+            "that the port is free there"
+        )
+        failed.exit_code = 1  # another start may mend it
+        raise failed from error

@@ -86,6 +86,15 @@ def source_address(host: str, port: int = 9) -> str | None:
     return None
 
 
+def own_address(master: str) -> str | None:
+    """This machine's address as the others of a run reach it: its own name may be the loopback."""
+    for source in (source_address(master), source_address(*ELSEWHERE)):
+        if source and not is_loopback(source):
+            return source
+    others = [address for address in addresses_here() if not is_loopback(address)]
+    return others[0] if len(others) == 1 else None
+
+
 def addresses_here() -> dict[str, str]:
     """Address -> name of the interface that has it; those valid on their link alone are left out."""
     found = {}

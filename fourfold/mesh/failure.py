@@ -16,6 +16,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple, Self
 
 import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from fourfold.errors import FourfoldError, LaunchError
 from fourfold.mesh.meeting import ANSWER_S, Place, open_store, within
@@ -78,6 +79,9 @@ class Failures:
         # nobody waits for this story: the others have lost the same peer
         mine = Failure(self.place.rank, self.place.host, what, log_file(), 1)
         first = self._look() or self._tell(mine, lingers=False)
+        if first is not mine and self.place.keeps_store:
+            with suppress(RuntimeError, TimeoutError):
+                within(LINGER_S, self._wait_until_heard)
         lost = LaunchError(first.story)
         lost.exit_code = first.exit_code
         raise lost from error
@@ -92,6 +96,7 @@ class Failures:
         if self.first and not self.is_over.wait(GRACE_S):
             log.error(self.first.story)
             print(f"error: {self.first.story}", file=sys.stderr, flush=True)
+            get_error_handler().record_exception(LaunchError(self.first.story))
             os._exit(self.first.exit_code)
 
     def _read(self) -> None:
@@ -116,14 +121,18 @@ class Failures:
 
         def tell() -> None:
             self.first = Failure(*json.loads(self.store.compare_set("first", "", json.dumps(mine))))
-            heard = self.store.add("heard", 1)
-            while lingers and self.place.keeps_store and heard < self.place.world_size:
-                time.sleep(0.05)
-                heard = self.store.add("heard", 0)
+            self.store.add("heard", 1)
+            if lingers and self.place.keeps_store:
+                self._wait_until_heard()
 
         with suppress(RuntimeError, TimeoutError):
             within(LINGER_S, tell)
         return self.first or mine
+
+    def _wait_until_heard(self) -> None:
+        """The store goes with the rank that keeps it."""
+        while self.store.add("heard", 0) < self.place.world_size:
+            time.sleep(0.05)
 
 
 def is_loss(error: BaseException) -> bool:

@@ -31,8 +31,10 @@ RESOLVE_S = 20.0
 """How long a name may take to be known: a cluster's names appear with its machines."""
 ANSWER_S = 20.0
 """How long the store may take to answer once its port is open."""
+COME_S = 60.0
+"""How long a rank that cannot take part looks for the first one, to tell it why."""
 TELL_S = 10.0
-"""How long a rank that cannot take part tries to tell the others why."""
+"""How long it then waits for the others to read it."""
 MOST_NAMED = 8
 
 Result = TypeVar("Result")
@@ -50,6 +52,8 @@ class Place:
     keeps_store: bool
     is_told: bool
     """Whether a refusal may be left in the store: torchrun's own outlives a restart, and would refuse that too."""
+    attempt: str = "0"
+    """What of such a store is this start's own."""
 
 
 def place_in(environment: Mapping[str, str]) -> Place:
@@ -77,10 +81,11 @@ def place_in(environment: Mapping[str, str]) -> Place:
         int(port),
         keeps_store=rank == 0 and not has_agent,
         is_told=not (has_agent and restarts),
+        attempt=environment.get("TORCHELASTIC_RESTART_COUNT", "0") if has_agent else "0",
     )
 
 
-def meet(place: Place, mine: Fingerprint, patience_s: float) -> dist.TCPStore:
+def meet(place: Place, mine: Fingerprint, patience_s: float) -> dist.Store:
     """Wait until every rank is here and all have the same fingerprint; the store they met at."""
     store = open_store(place, patience_s)
     store.set(f"here/{place.rank}", json.dumps(mine))
@@ -137,13 +142,13 @@ def refuse(place: Place, error: FourfoldError) -> None:
     if not place.is_told:
         return
     with suppress(FourfoldError, dist.DistError):
-        store = open_store(place, TELL_S)
+        store = open_store(place, COME_S)
         sentence = f"rank {place.rank} on {place.host} cannot take part: {error}"
         store.compare_set("verdict", "", json.dumps(sentence))
         wait_until_read(store, place, TELL_S)  # torchrun ends the others of its machine with the first that ends
 
 
-def open_store(place: Place, patience_s: float) -> dist.TCPStore:
+def open_store(place: Place, patience_s: float) -> dist.Store:
     check_resolves(place, min(patience_s, RESOLVE_S))
     if not place.keeps_store:
         wait_for_port(place, patience_s)
@@ -158,7 +163,8 @@ def open_store(place: Place, patience_s: float) -> dist.TCPStore:
     )
     try:
         with quiet():
-            return within(ANSWER_S, store)  # its own timeout does not end its wait for a greeting
+            # its own timeout does not end its wait for a greeting
+            return dist.PrefixStore(f"attempt/{place.attempt}", within(ANSWER_S, store))
     except (dist.DistError, TimeoutError) as error:
         if not place.keeps_store:
             raise LaunchError(

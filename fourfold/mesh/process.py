@@ -2,6 +2,7 @@
 
 import atexit
 import os
+import resource
 import sys
 import uuid
 from collections.abc import Iterator
@@ -55,7 +56,7 @@ def rank_from_environment() -> int:
 
 def speaks_for_host() -> bool:
     """Whether this process says what all of its machine have to say."""
-    return int(os.environ.get("LOCAL_RANK", 0)) == 0
+    return (os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID", "0")) == "0"
 
 
 def is_watched() -> bool:
@@ -116,11 +117,14 @@ def join_processes(device: str, timeout_s: float, mine: Fingerprint | None = Non
         refuse(meeting, error)
         raise
     choices = choose_environment(os.environ, place.type == "cuda")
+    most_files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))  # the first rank has some for each other one
     # OpenMP has read the variable long before; with a list, the first is for threads that start no others
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"].split(",")[0]))
     store, token = join_group(meeting, place, timeout_s, mine)
     with Failures(meeting, token) as failures:
         yield Process(meeting.rank, meeting.world_size, local_rank, place, timeout_s, choices)
+        wait_for_all()
         failures.stop()  # the store goes with the first rank
         wait_for_all()  # whoever leaves early must not break the others' last exchange
     dist.destroy_process_group()
@@ -129,7 +133,7 @@ def join_processes(device: str, timeout_s: float, mine: Fingerprint | None = Non
 
 def join_group(
     meeting: Place, place: torch.device, timeout_s: float, mine: Fingerprint | None
-) -> tuple[dist.TCPStore, str]:
+) -> tuple[dist.Store, str]:
     """The store that the ranks met at, and a word that all of them know and no earlier attempt did."""
     patience_s = min(timeout_s, PATIENCE_S)
     store = meet(meeting, mine or fingerprint_of(), patience_s)
@@ -152,6 +156,7 @@ def join_group(
         failed.exit_code = 1
         raise failed from error
     set_timeout(dist.distributed_c10d._get_default_group(), timeout_s)
+    store.set_timeout(timedelta(seconds=timeout_s))  # NCCL makes its communicators through it, when first used
     return store, word[0]
 
 
@@ -182,7 +187,8 @@ def backend_of(place: torch.device) -> str:
 def tell_refusal(error: FourfoldError) -> None:
     """A mistake that this rank found before it met the others: they need not wait for it."""
     if is_worker() and not dist.is_initialized():
-        refuse(place_in(os.environ), error)
+        with suppress(LaunchError):  # there is nowhere to tell it
+            refuse(place_in(os.environ), error)
 
 
 def leave(code: int) -> NoReturn:

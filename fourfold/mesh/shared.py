@@ -6,6 +6,7 @@ import os
 import socket
 import time
 import uuid
+from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -13,7 +14,7 @@ import torch.distributed as dist
 
 from fourfold.errors import LaunchError
 
-PATIENCE_S = 10.0
+PATIENCE_S = 40.0
 """How long a network file system may take to show a new file on another machine."""
 
 Told = TypeVar("Told")
@@ -52,12 +53,21 @@ def leave_token(path: Path) -> str:
     return ""
 
 
+def names_in(folder: Path) -> set[str]:
+    """Reading a whole folder gets round an NFS client's memory of what was not there."""
+    try:
+        return {each.name for each in folder.iterdir()}
+    except FileNotFoundError:
+        with suppress(OSError):
+            list(folder.parent.iterdir())
+        return set()
+
+
 def look_for_token(path: Path, patience_s: float) -> str:
     """What is wrong with the folder as this rank sees it."""
     end_s = time.monotonic() + patience_s
     try:
-        # reading the whole folder gets round an NFS client's memory of what was not there
-        while not any(each.name == path.name for each in path.parent.iterdir()):
+        while path.name not in names_in(path.parent):
             if time.monotonic() > end_s:
                 return "is not the one that rank 0 writes to"
             time.sleep(0.25)

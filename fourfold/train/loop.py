@@ -31,6 +31,9 @@ from fourfold.train.step import Note, train_step
 from fourfold.train.stragglers import busy_s
 from fourfold.train.watch import Watch
 
+DISK_TIMEOUT_S = 6 * 3600.0
+"""How long ranks wait for the slowest disk among them, unless distributed.timeout is longer."""
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -65,7 +68,7 @@ def train_alone(config: Config, process: Process, console: Console) -> Outcome:
         run.open_loader() as loader,
         Metrics(run, watch.hosts, console) as metrics,
         Interrupt() as interrupt,
-        Saver(run.config.engine, run.output_dir, process.timeout_s) as saver,
+        Saver(run.config.engine, run.output_dir, max(process.timeout_s, DISK_TIMEOUT_S)) as saver,
         profiling(config.profiler, run.output_dir / "profile", process.device, process.rank) as profiled,
     ):
         saver.reserve(pieces_of(run.parallel, run.optimizer))

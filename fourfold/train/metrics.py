@@ -165,7 +165,7 @@ class Metrics:
         }
         if self.run.loss_scale.is_dynamic:
             values["loss_scale"] = loss_scale
-        rank_s = [each / entry.steps for each in summed_s]
+        rank_s = [float(f"{each / entry.steps:.4g}") for each in summed_s]
         if len(rank_s) > 1 and any(rank_s):  # told one step late: the first step knows of none
             slowest = find_slowest(rank_s)
             values |= {"rank_s": rank_s, "slowest_rank": slowest.rank}

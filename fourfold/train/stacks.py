@@ -84,7 +84,7 @@ def waits_for_others(standing: Standing) -> bool:
     frames = standing.stacks.get("saver") or standing.stacks.get("main", [])
     if not frames:
         return False
-    if COLLECTIVES in frames[-1][0] or frames[-1][0].endswith("fourfold/train/readback.py"):
+    if COLLECTIVES in frames[-1][0] or any(each[0].endswith("fourfold/train/readback.py") for each in frames[-2:]):
         return True
     return any(COLLECTIVES in file and PIPE not in file for file, _, _ in frames[-INNERMOST:])
 

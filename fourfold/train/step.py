@@ -77,8 +77,8 @@ def sum_results(
     if counted:
         mine[1] = squared_norm(counted)
     if note.is_asked_to_stop:
-        mine[2] = 1.0
-    mine[3 + run.process.rank] = note.own_s
+        mine[2].fill_(1.0)
+    mine[3 + run.process.rank].fill_(note.own_s)  # assigning a number to an element would wait for the device
     summed = sum_over_all(mine)
     return summed[0], summed[1], summed[2:]
 

@@ -41,8 +41,6 @@ log = logging.getLogger("fourfold")
 
 HUNG = 70
 """The exit code of every rank of a run that hung."""
-COMPILING_S = 600.0
-"""How long what is compiled may take the first time, if hang_timeout is shorter."""
 
 TICK_S = 0.25
 LONGEST_TICK_S = 2.0
@@ -76,7 +74,8 @@ class Peer(NamedTuple):
     """Where its process id means what it means here: containers of one name do not see each other's."""
     pid: int
     page: int
-    """The descriptor of its shared memory: others of the same user open it through /proc."""
+    dump: int
+    """Descriptors of its shared memory: others of the same user open it through /proc."""
     log: str
 
     def state(self) -> str:
@@ -114,10 +113,11 @@ class Watch:
         self.page_file = os.memfd_create(PAGE)
         os.truncate(self.page_file, PLACE.size)
         self.page = mmap.mmap(self.page_file, PLACE.size)
-        self.dump = self.log_file.open("a", encoding="utf-8") if self.log_file else os.fdopen(os.dup(2), "a")
+        # in memory, since whoever writes stacks holds the interpreter, and the disk of the log may be what hangs
+        self.dump = os.fdopen(os.memfd_create(PAGE), "r+", encoding="utf-8")
         faulthandler.register(signal.SIGUSR2, file=self.dump, all_threads=True)
         written_to = str(self.log_file or "its standard error")
-        mine = Peer(socket.gethostname(), this_machine(), os.getpid(), self.page_file, written_to)
+        mine = Peer(socket.gethostname(), this_machine(), os.getpid(), self.page_file, self.dump.fileno(), written_to)
         told: list[Any] = [None] * self.process.world_size
         # a process may hold several runs after each other: the key is this one's
         dist.all_gather_object(told, (mine, uuid.uuid4().hex))
@@ -133,8 +133,12 @@ class Watch:
 
     def __exit__(self, *_: object) -> None:
         self.over.set()
+        if self.process.world_size > 1:
+            with suppress(RuntimeError):
+                self.store.set(f"left/{self.process.rank}", "")
         self.clock.join(10.0)  # if it is ending the job, this is as far as the main thread comes
         faulthandler.unregister(signal.SIGUSR2)
+        signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # one may be on its way
         self.dump.close()
         os.close(self.page_file)
 
@@ -158,7 +162,9 @@ class Watch:
     def limit_s(self) -> float:
         if self.work == "saving" and not self.saves_here:
             return math.inf  # bytes sent are not seen, and who sends them has timeouts of its own
-        return max(self.hang_timeout_s, COMPILING_S if self.compiles and self.is_first_time else 0.0)
+        if self.compiles and self.is_first_time:
+            return math.inf  # pipe stages may compile one after another; distributed.timeout holds
+        return self.hang_timeout_s
 
     def _look(self) -> None:
         beats, saved, then_s = 0, 0, time.monotonic()
@@ -181,11 +187,14 @@ class Watch:
         self.at_ease.clear()
         self.noted, self.verdict = self._standing(), None
         self._next_stage()
+        threading.Thread(target=self._keep_dump, name="watch-dump", daemon=True).start()
         threading.Thread(target=self._confer, name="watch-talk", daemon=True).start()
-        while self.verdict is None:
+        while self.verdict is None and not self.over.is_set():
             time.sleep(0.05)
             if time.monotonic() > self.stage_until_s:
                 self._speak_alone()
+        if self.verdict is None:  # the run has come to its end meanwhile
+            return
         if self.verdict.startswith(END):
             time.sleep(TOGETHER_S - time.time() % 1.0)
             self._end()
@@ -204,13 +213,12 @@ class Watch:
 
     def _speak_alone(self) -> None:
         assert self.noted
-        what = "the other ranks could not be asked within time; this one "
-        told = threading.Thread(
-            target=self._tell, args=([self.noted], f"workerlog.* of every rank ({what}stands as above)"), daemon=True
-        )
-        told.start()
-        told.join(2.0)  # whatever holds up the log or the console does not hold up the end
+        what = "the other ranks could not be asked within time; this one stands as above"
+        self._tell([self.noted], f"workerlog.* of every rank ({what})")
         self._end()
+
+    def _keep_dump(self) -> None:
+        keep(Path(f"/proc/self/fd/{self.dump.fileno()}").read_text(encoding="utf-8"), self.log_file)
 
     def _end(self) -> None:
         for rank in self.woken:
@@ -223,13 +231,18 @@ class Watch:
     def _confer(self) -> None:
         assert self.noted
         time.sleep(SETTLE_S)
+        if self.over.is_set():
+            return
         rank, local = self.process.rank, self._local()
         suspended = [each for each in local if self.peers[each].state() == "T"]
         found = {}
         if rank == min(set(local) - set(suspended), default=rank):
             found = {each: self._look_at(each) for each in suspended}
         if self.process.world_size == 1:
-            self.verdict = self._judge([self.noted])
+            verdict = self._judge([self.noted])
+            if verdict.startswith(END):
+                self._tell([self.noted], self._logs())
+            self.verdict = verdict
             return
         self._next_stage()
         for each, standing in found.items():
@@ -239,9 +252,12 @@ class Watch:
             wait_until(lambda: self.store.check([f"begun/{number}"]), CLAIM_S)
         if self.store.add(f"claims/{number}", 1) == 1:
             self.store.set(f"begun/{number}", "")
-            verdict = self._judge(self._gather(number))
+            standings = self._gather(number)
+            verdict = self._judge(standings)
             self.store.add("round", 1)
             self.store.set(f"verdict/{number}", verdict)
+            if verdict.startswith(END):
+                self._tell(standings, self._logs())
         else:
             verdict = self._follow(number)
             if verdict.startswith(END):
@@ -257,7 +273,7 @@ class Watch:
                     self._next_stage()
                     self._look_at_silent(json.loads(self.store.get(f"silent/{number}")))
                     has_looked = True
-                time.sleep(0.05)
+                time.sleep(max(0.05, self.process.world_size / 20000))  # all of them ask the same store
             return self.store.get(f"verdict/{number}").decode()
         except RuntimeError:  # the store has ended with the rank that held it
             return END
@@ -294,23 +310,33 @@ class Watch:
         """END and why, once all has been told; or how long nothing has moved, which is not long enough."""
         alive = [each.idle_s for each in standings if not each.trouble]
         is_held = any(each.trouble == HELD for each in standings)
-        has_suspended = any(each.trouble == SUSPENDED for each in standings)
-        shortest_s = 0.0 if is_held else min(alive, default=self.limit_s)
-        if not has_suspended and shortest_s < 0.8 * self.limit_s:
-            return str(shortest_s)
-        folders = sorted({str(Path(peer.log).parent) for peer in self.peers})
-        logs = f"workerlog.* in {', '.join(folders)}" if self.log_file else self.peers[0].log
-        return END + self._tell(standings, logs)
+        others = range(self.process.world_size if self.process.world_size > 1 else 0)
+        has_left = self.over.is_set() or any(self.store.check([f"left/{rank}"]) for rank in others)
+        shortest_s = 0.0 if is_held or has_left else min(alive, default=self.limit_s)
+        return str(shortest_s) if shortest_s < 0.8 * self.limit_s else END + self._shown(standings, self._logs())
 
-    def _tell(self, standings: list[Standing], logs: str) -> str:
+    def _logs(self) -> str:
+        folders = sorted({str(Path(peer.log).parent) for peer in self.peers})
+        return f"workerlog.* in {', '.join(folders)}" if self.log_file else self.peers[0].log
+
+    def _shown(self, standings: list[Standing], logs: str) -> str:
+        """What the launcher is to show: the first rank speaks on the console itself."""
+        if self.process.is_first:
+            return headline(standings, self.hang_timeout_s)
+        return render_report(standings, self.hang_timeout_s, logs)
+
+    def _tell(self, standings: list[Standing], logs: str) -> None:
+        leave_for_launcher(self._shown(standings, logs))
         report = render_report(standings, self.hang_timeout_s, logs)
-        log.error(report)
-        if not self.process.is_first:
-            print(report, file=sys.stderr, flush=True)
-        # the first rank has already spoken on the console
-        shown = headline(standings, self.hang_timeout_s) if self.process.is_first else report
-        leave_for_launcher(shown)
-        return shown
+
+        def speak() -> None:
+            if not self.process.is_first:
+                print(report, file=sys.stderr, flush=True)
+            log.error(report)
+
+        speaking = threading.Thread(target=speak, name="watch-report", daemon=True)
+        speaking.start()
+        speaking.join(2.0)  # whatever holds up the log or the console does not hold up the end
 
     def _ask(self, rank: int) -> int:
         number = self.store.add(f"asked/{rank}", 1)
@@ -355,28 +381,41 @@ class Watch:
 
     def _have_dumped(self, peer: Peer, is_suspended: bool, stops_again: bool) -> list[Any]:
         """A suspended one is woken for it; then it sleeps on until the end, unless the others need its store."""
-        text = ""
+        text, dump = "", Path(f"/proc/{peer.pid}/fd/{peer.dump}")
 
         def is_written() -> bool:
             nonlocal text
-            before, text = text, Path(peer.log).read_bytes()[size:].decode(errors="replace")
+            before, text = text, dump.read_bytes()[size:].decode(errors="replace")
             return bool(read_dump(text)) and text == before
 
         try:
-            size = Path(peer.log).stat().st_size
+            size = len(dump.read_bytes())
             os.kill(peer.pid, signal.SIGUSR2)
             if is_suspended:
                 os.kill(peer.pid, signal.SIGCONT)
             wait_until(is_written, DUMP_S)
             if is_suspended and stops_again:
                 os.kill(peer.pid, signal.SIGSTOP)
-        except OSError:  # it has ended, or its log is out of reach
+        except OSError:  # it has ended
             pass
+        where = Path(peer.log) if self.log_file else None
+        threading.Thread(target=keep, args=(text, where), name="watch-dump", daemon=True).start()
         return read_dump(text)
+
+
+def keep(dump: str, log_file: Path | None) -> None:
+    """Stacks of all threads, for whoever wants to know more than the report tells."""
+    if log_file is None:
+        print(dump, file=sys.stderr, flush=True)
+        return
+    with suppress(OSError), log_file.open("a", encoding="utf-8") as stream:
+        stream.write(dump)
 
 
 def leave_for_launcher(why: str) -> None:
     """Where it looks for what its workers ended of. Every rank leaves the same, so whichever it shows is the one."""
+    if not why:  # the store ended before it was told
+        return
     try:
         raise LaunchError(why)
     except LaunchError as error:

@@ -80,7 +80,7 @@ def test_pods_meet_at_the_first_of_them_and_keep_what_they_write(
     assert container["resources"]["limits"] == {"nvidia.com/gpu": "8"}
     # <JobSet>-<replicated job>-<its replica>-<its pod>.<subdomain> is how a JobSet names its pods
     assert (
-        f"--rdzv_endpoint={name}-{replicated['name']}-0-0.{job_set['spec']['network']['subdomain']}:29400"
+        f"--master_addr={name}-{replicated['name']}-0-0.{job_set['spec']['network']['subdomain']}"
         in (container["args"])
     )
     settings = container["args"][container["args"].index("/etc/fourfold/config.yaml") + 1 :]

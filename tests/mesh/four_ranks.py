@@ -4,7 +4,6 @@ a JSON object: the timeout of every group it is in, and what a folder that is no
 
 import json
 import os
-import socket
 import sys
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from fourfold.errors import LaunchError
 from fourfold.mesh import shared
 from fourfold.mesh.process import join_processes
 from fourfold.parallelize.apply import parallelize
+from tests.ports import free_port
 from tests.tiny import tiny_config
 
 TIMEOUT_S = 77.0
@@ -77,9 +77,7 @@ def main() -> None:
     (folder / "another").mkdir()
     shared.PATIENCE_S = 0.5
     tiny_config(folder)  # writes its text
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     pids = []
     for rank in range(RANKS):
         pid = os.fork()

@@ -1,6 +1,5 @@
 """The first failure, told to all. Ranks are threads with store connections of their own."""
 
-import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -12,6 +11,7 @@ from fourfold.errors import CheckpointError, LaunchError
 from fourfold.mesh import failure
 from fourfold.mesh.failure import Failures, is_loss
 from fourfold.mesh.meeting import Place
+from tests.ports import free_port
 
 GONE = "[/src/third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer [10.0.0.2]:4711"
 
@@ -20,9 +20,7 @@ GONE = "[/src/third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed
 def store(monkeypatch: pytest.MonkeyPatch) -> dist.TCPStore:
     monkeypatch.setattr(failure, "LOOK_S", 0.5)
     monkeypatch.setattr(failure, "LINGER_S", 1.5)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     return dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=10))
 
 

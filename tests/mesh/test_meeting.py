@@ -1,7 +1,6 @@
 """Ranks that meet, or do not. They are threads here, each with a store connection of its own; nothing is pretended."""
 
 import socket
-import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
@@ -12,13 +11,12 @@ from fourfold.errors import ConfigError, LaunchError
 from fourfold.mesh import meeting
 from fourfold.mesh.fingerprint import fingerprint_of
 from fourfold.mesh.meeting import Place, meet, place_in, refuse
+from tests.ports import free_port
 
 
 @pytest.fixture
 def places() -> list[Place]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     return [Place(rank, 3, f"host{rank}", "127.0.0.1", port, rank == 0, True) for rank in range(3)]
 
 
@@ -34,22 +32,14 @@ def said(future: Future[object]) -> str:
 
 
 def test_ranks_that_agree_get_a_store_that_they_share(places: list[Place]) -> None:
-    def take_part(place: Place) -> bytes:
+    def take_part(place: Place) -> tuple[bytes, object]:
         store = meet(place, fingerprint_of(), 30.0)
         store.set(f"mine/{place.rank}", str(place.rank))
         store.wait([f"mine/{rank}" for rank in range(3)])
-        return bytes(store.get(f"mine/{(place.rank + 1) % 3}"))
+        return bytes(store.get(f"mine/{(place.rank + 1) % 3}")), store  # the first rank's has to live to the end
 
-    # the first rank's store has to live until the others are done: its thread keeps it
-    stay = threading.Barrier(3)
-
-    def and_stay(place: Place) -> bytes:
-        found = take_part(place)
-        stay.wait(30)
-        return found
-
-    results = at_once(*(lambda place=place: and_stay(place) for place in places))  # type: ignore[misc]
-    assert [future.result() for future in results] == [b"1", b"2", b"0"]
+    results = at_once(*(lambda place=place: take_part(place) for place in places))  # type: ignore[misc]
+    assert [future.result()[0] for future in results] == [b"1", b"2", b"0"]  # type: ignore[index]
 
 
 def test_a_rank_that_was_started_differently_is_refused_by_all_in_the_same_words(places: list[Place]) -> None:

@@ -7,7 +7,6 @@ answers each with the process ids of the ranks; a line {"wait": [pids]} is answe
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -19,6 +18,7 @@ from fourfold.commands import train as command
 from fourfold.commands.options import prepare_config
 from fourfold.errors import FourfoldError
 from fourfold.launch.torchrun import LOCAL_ENVIRONMENT
+from tests.ports import free_port
 
 ROOT = Path(__file__).parents[2]
 PATIENCE_S = 3.0
@@ -53,9 +53,7 @@ class Forks:
         return json.loads(self.process.stdout.readline())  # type: ignore[no-any-return]
 
     def start(self, config: Path, ranks: int, log: Path) -> list[int]:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        port = free_port()
         return self.ask({"config": str(config), "ranks": ranks, "log": str(log), "port": port})
 
     def wait(self, pids: list[int]) -> list[int]:

@@ -147,7 +147,7 @@ def test_a_sleeping_rank_is_found_and_a_slow_one_is_named_but_is_no_hang(tmp_pat
     (tmp_path / "worker.py").write_text(MISHAPS, encoding="utf-8")
     torchrun = "-m torch.distributed.run --standalone --nproc_per_node=4"
     keys = f"--output_dir {tmp_path}/output --hang_timeout {HANG_TIMEOUT_S} --mp_degree 2"
-    work = "--eval_freq 10 --eval_iters 2 --save_steps 10"
+    work = "--eval_freq 10 --eval_iters 2 --save_steps 40"
     worker = [str(tmp_path / "worker.py"), "train", str(tmp_path / "config.yaml")]
     job = Job([*torchrun.split(), *worker, *keys.split(), *work.split()])
     jobs.append(job)

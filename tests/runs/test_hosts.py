@@ -26,7 +26,7 @@ C10D = (
     "--nnodes=2 --nproc_per_node=2 --rdzv_backend=c10d --rdzv_endpoint=10.77.0.1:29400 --rdzv_id=job "
     "--rdzv_conf=is_host={is_first} --max_restarts=2"
 )
-STEPS, LONG = 20, 80
+STEPS, LONG = 20, 160
 PATIENCE_S = 180
 
 

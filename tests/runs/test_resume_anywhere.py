@@ -131,7 +131,15 @@ class Matrix:
 
 
 def test_any_checkpoint_of_up_to_two_ranks_on_any_layout(tmp_path: Path) -> None:
-    names = ("one", "pp2-uneven", "mp2-sp", "pp2-zbv", "sd2-stage3-offload", "untied-fp16-one", "untied-fp16-pp2-uneven")
+    names = (
+        "one",
+        "pp2-uneven",
+        "mp2-sp",
+        "pp2-zbv",
+        "sd2-stage3-offload",
+        "untied-fp16-one",
+        "untied-fp16-pp2-uneven",
+    )
     matrix = Matrix(tmp_path, {name: CASES[name] for name in names})
     matrix.run()
     assert len(matrix.pairs()) == 5 * 5 + 2 * 2
