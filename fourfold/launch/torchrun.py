@@ -11,10 +11,9 @@ import os
 import signal
 import socket
 import sys
-import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -61,7 +60,8 @@ class Machines:
     """Whether this one is where the others meet."""
     address: str = "localhost"
     port: int = 0
-    run_id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    run_id: str = "output"
+    """The name of the folder, beside the logs, for what ranks write that is not theirs: torch's words, say."""
 
 
 # What workers need beyond what they choose themselves; anything already set wins.
