@@ -18,7 +18,8 @@ from fourfold.train.watch import HUNG
 from tests.runs.test_launch import TINY, is_alive
 
 HANG_TIMEOUT_S = 3.0
-BAR_S = 5.0
+BAR_S = 15.0
+"""On two idle cores the report is there 2 s after the timeout; here other tests share them."""
 
 # rank 1 computes more than the others from its first step on; rank 2 falls asleep over its 41st batch
 MISHAPS = """
@@ -127,7 +128,7 @@ def test_a_suspended_rank_is_reported_with_all_stacks_in_time_and_nothing_is_lef
     os.kill(pids[rank], signal.SIGSTOP)
     began_s = time.monotonic()
     told_s = job.wait_for("all threads of each rank are in", 60.0) - began_s
-    job.process.wait(30)
+    job.process.wait(60)
     job.reader.join(10)
     assert HANG_TIMEOUT_S - 1.0 < told_s < HANG_TIMEOUT_S + BAR_S
     step = re.search(rf"rank {rank} on \S+ \(pid {pids[rank]}\) is suspended in step (\d+) while training", job.output)
@@ -154,7 +155,7 @@ def test_a_sleeping_rank_is_found_and_a_slow_one_is_named_but_is_no_hang(tmp_pat
     due_s = job.wait_for("saving step 40:") + HANG_TIMEOUT_S
     pids = job.ranks()
     assert job.wait_for("all threads of each rank are in", 60.0) < due_s + BAR_S
-    job.process.wait(30)
+    job.process.wait(60)
     job.reader.join(10)
     assert re.search(r"rank 2 on \S+ \(pid \d+\) waits for no other rank in step 41 while training", job.output)
     suspect = job.output[job.output.index("\nrank 2, in step 41") : job.output.index("\nranks 0, 1, 3, in step 41")]

@@ -191,7 +191,7 @@ def test_hosts_with_different_configs_say_so_in_the_same_words(hosts: tuple[Host
     other, output = config.with_name("other.yaml"), config.parent / "different"
     other.write_text(CONFIG.replace("max_lr: 1.0e-2", "max_lr: 2.0e-2"), encoding="utf-8")
     started = start_by_hand(hosts, [config, other], output)
-    assert [process.wait(60) for process in started] == [2, 2], logs(output)
+    assert [process.wait(PATIENCE_S) for process in started] == [2, 2], logs(output)
     assert errors(output, 0) == errors(output, 1)
     assert "optimizer.max_lr is 0.01 for rank 0 on hostA, 0.02 for rank 1 on hostB" in errors(output, 0)[0]
     assert not output.exists() and "Traceback" not in logs(output)
@@ -200,7 +200,7 @@ def test_hosts_with_different_configs_say_so_in_the_same_words(hosts: tuple[Host
 def test_a_config_that_one_host_cannot_read_is_told_on_both(hosts: tuple[Host, Host], config: Path) -> None:
     output = config.parent / "unread"
     started = start_by_hand(hosts, [config, config.with_name("not_there.yaml")], output)
-    assert [process.wait(60) for process in started] == [2, 2], logs(output)
+    assert [process.wait(PATIENCE_S) for process in started] == [2, 2], logs(output)
     assert "not_there.yaml" in errors(output, 1)[0]
     assert errors(output, 0)[0].startswith("error: rank 1 on hostB cannot take part: ")
     assert "not_there.yaml" in errors(output, 0)[0]
@@ -222,7 +222,7 @@ def test_a_rank_that_fails_on_one_host_is_named_on_both(hosts: tuple[Host, Host]
         encoding="utf-8",
     )
     started = start_by_hand(hosts, [config, config], output, sys.executable, str(script))
-    assert [process.wait(60) for process in started] == [1, 1], logs(output)
+    assert [process.wait(PATIENCE_S) for process in started] == [1, 1], logs(output)
     assert errors(output, 0) == errors(output, 1)
     assert errors(output, 0)[0] == "error: rank 0 on hostA failed first: ValueError: the third step went wrong here"
     assert f"hostA:{output}/logs/workerlog.0" in errors(output, 0)[1]

@@ -58,8 +58,8 @@ def test_killed_rank_ends_the_job_within_seconds_and_is_named(job: subprocess.Po
     assert len(workers) == 2
     os.kill(workers[1], signal.SIGKILL)
     began_s = time.monotonic()
-    output, _ = job.communicate(timeout=20)
-    assert time.monotonic() - began_s < 10
+    output, _ = job.communicate(timeout=60)
+    assert time.monotonic() - began_s < 30
     assert job.returncode == 1
     assert "rank 1 on " in output and "failed first" in output and "SIGKILL" in output
     assert "Traceback" not in output
@@ -72,7 +72,7 @@ def test_interrupt_saves_on_all_ranks_together_and_leaves_no_process(
     wait_for_step(job)
     workers = worker_pids(job)
     os.kill(job.pid, signal.SIGINT)
-    output, _ = job.communicate(timeout=30)
+    output, _ = job.communicate(timeout=60)
     assert job.returncode == 130
     assert "Stopped after step" in output and "To go on from there" in output
     assert len(list((tmp_path / "output" / "checkpoints").glob("step_*/manifest.json"))) == 1
@@ -96,7 +96,7 @@ def test_rank_that_raises_is_shown_before_the_others(tmp_path: Path) -> None:
     script = tmp_path / "worker.py"
     script.write_text(code, encoding="utf-8")
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(script)]
-    done = subprocess.run(torchrun, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(torchrun, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode != 0
     root_cause = done.stderr[done.stderr.index("Root Cause") :]
     assert "rank      : 1" in root_cause and "the third step went wrong here" in root_cause
