@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 from fourfold.mesh.process import join_processes
-from fourfold.train.bench import bench_config, nanogpt_step, our_step
+from fourfold.train.bench import bench_config, nanogpt_step, our_step, synthetic_batch
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--nanogpt", type=Path)
@@ -33,13 +33,14 @@ with join_processes("cpu", timeout_s=60.0) as process:
         flags = {**SHAPE, "use_amp": "false", **keys}
         return bench_config("124M", 12, 64, list(flags.items()), process.device)
 
+    batch = synthetic_batch(config(), process.device)
     contenders = {
-        "float32": our_step(config(), process),
-        "float32, dropout 0.1": our_step(config(hidden_dropout_prob="0.1"), process),
-        "bfloat16": our_step(config(use_amp="true"), process),
+        "float32": our_step(config(), process, lambda: batch),
+        "float32, dropout 0.1": our_step(config(hidden_dropout_prob="0.1"), process, lambda: batch),
+        "bfloat16": our_step(config(use_amp="true"), process, lambda: batch),
     }
     if options.nanogpt:
-        contenders["nanoGPT, float32"] = nanogpt_step(config(), process.device, options.nanogpt)
+        contenders["nanoGPT, float32"] = nanogpt_step(config(), process.device, lambda: batch, options.nanogpt)
     times: dict[str, list[float]] = {name: [] for name in contenders}
     for number in range(options.steps):
         for name, step in contenders.items():

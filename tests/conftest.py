@@ -2,12 +2,17 @@
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
 # Tiny models on few cores: more threads per process only fight each other, most of all in multi-process runs.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# Triton decides when it is imported whether its code is compiled or, where there is no GPU, interpreted.
+if not Path("/dev/nvidiactl").exists():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # A test run started inside a job allocation is not one of that job's workers.
 WORKER = {"RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}

@@ -4,6 +4,7 @@ test is skipped with the reason.
 
 import os
 import shutil
+from importlib.util import find_spec
 
 import pytest
 
@@ -16,6 +17,11 @@ def require(*programs: str) -> None:
     missing = [program for program in programs if shutil.which(program, path=path) is None]
     if missing:
         give_up(f"{', '.join(missing)} not installed here (.ci/run installs what the tests need)")
+
+
+def require_module(name: str) -> None:
+    if find_spec(name) is None:
+        give_up(f"the Python module {name} is not installed here (make test installs it on Linux)")
 
 
 def require_root() -> None:

@@ -14,6 +14,7 @@ from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from fourfold.checkpoint.store import complete_checkpoints
@@ -21,6 +22,7 @@ from fourfold.cli import main
 from fourfold.config.keys import describe_keys
 from fourfold.config.load import load_config
 from fourfold.config.resolve import resolve
+from fourfold.train import loop
 from tests.tiny import curve, metrics_of, run_training, tiny_config, write_text
 
 PROGRAM = [sys.executable, "-m", "fourfold"]
@@ -148,6 +150,32 @@ def test_debug_shows_the_traceback(refused: dict[str, subprocess.CompletedProces
     assert done.returncode != 0
     assert "Traceback (most recent call last)" in done.stderr
     assert done.stderr.rstrip().endswith("--max_stepz is not a key; did you mean --max_steps?")
+
+
+def test_a_dry_run_tells_activations_and_the_peak_and_which_micro_batch_auto_takes(folder: Path) -> None:
+    big = ["--model_name_or_path", "gpt3-1.3B", "--pp_degree", "2", "--global_batch_size", "64", "--device", "gpu"]
+    done = run_here(["train", *big, "--dry_run"], folder)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[1].split("  ")[-2:] == ["activations GiB", "peak GiB "]
+    rows = [line.split()[-5:] for line in lines[2:4]]
+    for weights, gradients, optimizer, activations, peak in (map(float, row) for row in rows):
+        assert peak == pytest.approx(weights + gradients + optimizer + activations, abs=0.1)
+    assert "The micro batch is 16, the largest that auto takes" in done.stdout
+
+
+def test_out_of_memory_is_a_sentence_with_remedies(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    monkeypatch.setattr(loop, "train_step", fail)
+    done = run_here(["train", "tiny.yaml", "--max_steps", "1", "--output_dir", "full"], folder)
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1] == (
+        "error: the GPU of rank 0 has no memory left for global.micro_batch_size = 8; set micro_batch_size to 4, "
+        "use_recompute to true, sharding_degree above 1 or mp_degree above 1"
+    )
+    assert "Traceback" not in done.stderr
 
 
 def test_help_lists_every_key_whole(tmp_path: Path) -> None:

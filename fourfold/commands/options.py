@@ -48,7 +48,9 @@ def read_option(name: str, text: str, kind: type) -> Any:
         raise ConfigError(f"{name} = {text} is not a whole number") from None
 
 
-def prepare_config(arguments: list[str], world_size: int | None = None) -> tuple[Config, int]:
+def prepare_config(
+    arguments: list[str], world_size: int | None = None, leaves_micro_batch: bool = False
+) -> tuple[Config, int]:
     """The resolved config and its number of processes, or every problem at once."""
     path, overrides = parse_flags(arguments)
     config = load_config(path, overrides)
@@ -56,7 +58,7 @@ def prepare_config(arguments: list[str], world_size: int | None = None) -> tuple
     found = problems(config, world_size)
     if found:
         raise ConfigError(found)
-    return resolve(config, world_size, has_gpu()), world_size
+    return resolve(config, world_size, has_gpu(), leaves_micro_batch), world_size
 
 
 def option(name: str, text: str, **limits: float) -> typer.models.OptionInfo:

@@ -24,9 +24,10 @@ from fourfold.layout.stages import PipeStage
 from fourfold.mesh.fingerprint import fingerprint_of
 from fourfold.mesh.process import count_cores, is_worker, join_processes, keep_compiled
 from fourfold.mesh.shared import check_shared
+from fourfold.train.fit import GIB, is_out_of_memory, out_of_memory
 from fourfold.train.loop import Outcome, train
 from fourfold.train.metrics import log, start_log
-from fourfold.train.rehearse import count_built, forecast
+from fourfold.train.rehearse import choose_here, count_built, forecast
 from fourfold.train.verify import CORPUS
 
 DEFAULT_VOCAB_SIZE = 50304
@@ -42,10 +43,10 @@ def train_command(context: typer.Context) -> None:
         print_train_help()
         return
     if own["--dry_run"]:  # the text is not needed for it
-        rehearse(*prepare_config([*arguments, "--input_dir", CORPUS]))
+        rehearse(*prepare_config([*arguments, "--input_dir", CORPUS], leaves_micro_batch=True))
         return
     machines = place_in_slurm(arguments)
-    config, world_size = prepare_config(arguments)
+    config, world_size = prepare_config(arguments, leaves_micro_batch=True)
     refuse_checkpoint(config.engine.output_dir)
     if own["--max_restarts"] < 0:
         raise ConfigError(f"--max_restarts = {own['--max_restarts']} is not a whole number of at least 0")
@@ -84,7 +85,12 @@ def work(config: Config, log_dir: Path) -> int:
             log.info(choice)
         if config.engine.compile:
             log.info(f"compiling in the first step; what is compiled is kept in {keep_compiled()}")
-        outcome = train(config, process, screen)
+        try:
+            outcome = train(config, process, screen)
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            raise out_of_memory(config, layout_of(config, process.world_size), process.rank) from error
         if process.is_first and outcome.exit_code:
             conclude(outcome)
     if process.is_first and not outcome.exit_code:  # nobody waits for the sample
@@ -111,16 +117,21 @@ def rehearse(config: Config, world_size: int) -> None:
     """Build one rank of the layout on a fake cluster, and tell what every rank would hold."""
     layout = layout_of(config, world_size)
     config = with_vocab_size(config, DEFAULT_VOCAB_SIZE)
+    config, choice = choose_here(config, layout)
     screen.print(f"{count_parameters(config.model):,} parameters on {world_size:,} processes: {layout}")
-    table = Table(
-        "pipe rank", "stages: layers", "weights GiB", "gradients GiB", "optimizer GiB", "in all GiB", box=None
-    )
+    kinds = ("weights", "gradients", "optimizer", "activations", "peak")
+    table = Table("pipe rank", "stages: layers", *(f"{kind} GiB" for kind in kinds), box=None)
     for rank in forecast(config, layout):
         stages = "; ".join(describe_stage(stage) for stage in rank.stages)
-        table.add_row(str(rank.pp_rank), stages, *(f"{size / 2**30:.2f}" for size in (*rank.state, rank.state.total)))
+        table.add_row(str(rank.pp_rank), stages, *(f"{size / GIB:.2f}" for size in (*rank.state, *rank.peak)))
     screen.print(table)
     built = count_built(config, layout, rank=0)
-    screen.print(f"rank 0 was built: it stores {built:,} parameters. Activations come on top of these bytes.")
+    screen.print(f"rank 0 was built: it stores {built:,} parameters.")
+    screen.print(
+        f"{choice} The peak is what the device holds at the end of forward, when all activations are there, or of "
+        "backward, when all gradients are, whichever is more.",
+        soft_wrap=True,
+    )
 
 
 def describe_stage(stage: PipeStage) -> str:

@@ -68,7 +68,9 @@ def _alternatives(schema: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _type_of(alternative: dict[str, Any]) -> str:
-    return "const" if "const" in alternative else str(alternative["type"])
+    if "const" in alternative:
+        return "const"
+    return "words" if "enum" in alternative.get("items", {}) else str(alternative["type"])
 
 
 _BOUNDS = {
@@ -92,6 +94,7 @@ def _choice_words(alternatives: list[dict[str, Any]]) -> str:
         "number": "a number",
         "string": "text",
         "array": "three numbers such as 949,50,1",
+        "words": "words such as first,head, or none",
         "object": "paths and weights such as {a: 0.7, b: 0.3}",
     }
     kinds = [open_ended[_type_of(each)] + _range_words(each) for each in alternatives if _type_of(each) in open_ended]

@@ -22,6 +22,9 @@ from fourfold.config.words import any_of, nearest_numbers
 from fourfold.layout.layout import Layout
 from fourfold.layout.stages import STAGE_ORDER, stages_per_rank
 
+FLOAT8_MULTIPLE = 16
+"""What matrix units ask of every dim of an 8-bit matrix."""
+
 
 def problems(config: Config, world_size: int) -> list[str]:
     """Every conflict of a config that is to run on so many processes, as sentences; none means it can run."""
@@ -217,6 +220,27 @@ def _compiled_pipe(config: Config, layout: Layout) -> Iterator[str]:
         )
 
 
+def _float8(config: Config, layout: Layout) -> Iterator[str]:
+    if config.engine.amp_dtype != "float8" or not config.engine.use_amp:
+        return
+    model, step = config.model, FLOAT8_MULTIPLE
+    rows = known(config.global_.micro_batch_size) * config.data.max_seq_len
+    sizes = {
+        f"model.hidden_size = {model.hidden_size}": (model.hidden_size, "hidden_size"),
+        f"model.ffn_hidden_size = {model.ffn_hidden_size}": (known(model.ffn_hidden_size), "ffn_hidden_size"),
+    }
+    for name, (size, key) in sizes.items():
+        if size % (step * layout.mp):
+            legal = any_of(_multiples_around(size, step * layout.mp))
+            yield f"{name} cannot be cut into 8-bit matrices of a multiple of {step} on each process; {key} can be {legal}"
+    if rows % step:
+        yield (
+            f"global.micro_batch_size = {config.global_.micro_batch_size} times data.max_seq_len = "
+            f"{config.data.max_seq_len} makes {rows} rows, but amp_dtype = float8 needs a multiple of {step}; "
+            f"max_seq_len can be {any_of(_multiples_around(config.data.max_seq_len, step))}"
+        )
+
+
 def _sharding(config: Config, layout: Layout) -> Iterator[str]:
     stage = config.distributed.sharding.sharding_stage
     if stage > 1 and layout.sharding == 1:
@@ -262,6 +286,7 @@ RULES = (
     _pipe_stages,
     _micro_batches,
     _compiled_pipe,
+    _float8,
     _sharding,
     _keep_best,
     _profiler,

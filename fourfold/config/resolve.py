@@ -1,7 +1,8 @@
 """What `auto` stands for. Pure functions: a Config and the number of processes in, a new Config or a number out.
 
 Nothing is judged here: a config that `problems.py` objects to still resolves, to something that cannot run. What
-depends on the data (vocab_size, and decay_steps when the run is counted in epochs) stays `auto` until it is known.
+depends on the data (vocab_size, and decay_steps when the run is counted in epochs) stays `auto` until it is known; so
+does, for a run on GPUs, micro_batch_size, which depends on their memory.
 """
 
 from math import isqrt, prod
@@ -17,20 +18,24 @@ VOCAB_MULTIPLE = 128
 AnySection = TypeVar("AnySection", bound=Section)
 
 
-def resolve(config: Config, world_size: int, has_gpu: bool) -> Config:
-    """The config with every `auto` replaced that can be known without the data."""
+def resolve(config: Config, world_size: int, has_gpu: bool, leaves_micro_batch: bool = False) -> Config:
+    """The config with every `auto` replaced that can be known without the data.
+
+    `leaves_micro_batch` keeps micro_batch_size open on GPUs, for whoever knows their memory; otherwise it becomes as
+    large as the layout allows.
+    """
     layout = layout_of(config, world_size)
     is_gpu = config.global_.device == "gpu" or (config.global_.device == "auto" and has_gpu)
     distributed = config.distributed
     sharding = _with(distributed.sharding, sharding_degree=layout.sharding)
     splits_backward = layout.pp > 1 and distributed.pp_schedule in SPLITS_BACKWARD
+    is_open = is_gpu and leaves_micro_batch
+    micro = config.global_.micro_batch_size if is_open else micro_batch_size(config, layout)
     model, data, engine = config.model, config.data, config.engine
     epochs = 1 if engine.max_steps is None and engine.num_train_epochs is None else engine.num_train_epochs
     return _with(
         config,
-        global_=_with(
-            config.global_, device="gpu" if is_gpu else "cpu", micro_batch_size=micro_batch_size(config, layout)
-        ),
+        global_=_with(config.global_, device="gpu" if is_gpu else "cpu", micro_batch_size=micro),
         model=_with(
             model,
             ffn_hidden_size=_or(model.ffn_hidden_size, 4 * model.hidden_size),
@@ -109,6 +114,11 @@ def accumulation(config: Config) -> int:
 def with_vocab_size(config: Config, vocab_size: int) -> Config:
     """The config with the tokenizer's size in place of `auto`; a size that was given stays."""
     return _with(config, model=_with(config.model, vocab_size=_or(config.model.vocab_size, vocab_size)))
+
+
+def with_micro_batch_size(config: Config, size: int) -> Config:
+    """The config with this size, whatever it had."""
+    return _with(config, global_=_with(config.global_, micro_batch_size=size))
 
 
 def with_decay_steps(config: Config, last_step: int) -> Config:

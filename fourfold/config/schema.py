@@ -26,6 +26,13 @@ def _split_ratios(value: object) -> object:
     return value.split(",") if isinstance(value, str) else value
 
 
+def _words(value: object) -> object:
+    """`first,head`, or `none`, or a YAML list."""
+    if not isinstance(value, str):
+        return value
+    return [] if value == "none" else [word.strip() for word in value.split(",")]
+
+
 def _seconds(value: object) -> object:
     """`2-12:30:00`, `12:30:00` or `30:00` as Slurm writes a time limit, in seconds."""
     if not isinstance(value, str) or ":" not in value:
@@ -208,8 +215,10 @@ class Engine(Section):
     """`auto` goes on from the newest checkpoint in output_dir, `never` starts anew, a path goes on from there."""
     use_amp: bool | Auto = "auto"
     """Compute in amp_dtype, keep weights in float32; `auto` does so on a GPU."""
-    amp_dtype: Literal["bfloat16", "float16"] = "bfloat16"
-    """The lower precision of use_amp; float16 scales its loss."""
+    amp_dtype: Literal["bfloat16", "float16", "float8"] = "bfloat16"
+    """The lower precision of use_amp; float16 scales its loss; float8 multiplies in 8 bits and is bfloat16 between."""
+    float8_except: Annotated[tuple[Literal["first", "last", "head"], ...], BeforeValidator(_words)] = ("head",)
+    """What float8 leaves in bfloat16: the first block, the last block, the head; any of `first,last,head`, or `none`."""
     scale_loss: Positive = 32768.0
     """First loss scale under float16."""
     compile: bool | Auto = "auto"

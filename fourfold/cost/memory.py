@@ -50,6 +50,19 @@ def state_bytes(config: Config, layout: Layout, at: Coordinate) -> StateBytes:
     compute_bytes = HALF_BYTES if config.engine.use_amp else FLOAT32_BYTES
     stage = sharding_stage(config, layout)
     gathered = 0 if stage.frees_after_forward else compute_bytes * owned
-    keeps_whole_gradients = not stage.reduces_every_micro_batch and accumulation(config) > 1
-    gradients = FLOAT32_BYTES * (owned if keeps_whole_gradients else sharded)
+    gradients = FLOAT32_BYTES * (owned if keeps_whole_gradients(config, layout) else sharded)
     return StateBytes(FLOAT32_BYTES * sharded + gathered, gradients, optimizer)
+
+
+def keeps_whole_gradients(config: Config, layout: Layout) -> bool:
+    """Whether a sharded rank sums whole gradients over micro batches, before they are cut."""
+    return not sharding_stage(config, layout).reduces_every_micro_batch and accumulation(config) > 1
+
+
+def device_state_bytes(config: Config, layout: Layout, at: Coordinate) -> StateBytes:
+    """What of the state lies on the device: with sharding_offload, what is gathered and what is not yet cut."""
+    state = state_bytes(config, layout, at)
+    if not config.distributed.sharding.sharding_offload:
+        return state
+    shards = state.optimizer // MOMENTS
+    return StateBytes(state.weights - shards, state.gradients if keeps_whole_gradients(config, layout) else 0, 0)

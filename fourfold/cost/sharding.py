@@ -25,7 +25,8 @@ STAGES = {
 
 
 def sharding_stage(config: Config, layout: Layout) -> ShardingStage:
-    stage = config.distributed.sharding.sharding_stage
+    # what lies in host memory is there to spare the device, which keeps nothing whole then
+    stage = 3 if config.distributed.sharding.sharding_offload else config.distributed.sharding.sharding_stage
     if layout.pp > 1 and config.distributed.pp_schedule in SPLITS_BACKWARD:
         # Backward in two halves, over parameters that were freed in between, gives wrong gradients without an error. So
         # under these schedules stage 3 keeps parameters whole until the step's end, and needs stage 2's memory.

@@ -16,6 +16,7 @@ from fourfold.config.schema import Model
 from fourfold.cost.params import sizes
 from fourfold.layout.stages import PipeStage, whole_model
 from fourfold.model.dropout import Dropout
+from fourfold.model.linear import Float8Head, Float8Product, PlainHead, gelu, multiply
 from fourfold.model.loss import summed_cross_entropy
 
 
@@ -28,8 +29,21 @@ class KeyValueCache(Protocol):
 
 
 class Linear(nn.Linear):
+    """With gelu before it where `has_gelu`."""
+
+    def __init__(self, inputs: int, outputs: int, has_gelu: bool = False) -> None:
+        super().__init__(inputs, outputs)
+        self.has_gelu = has_gelu
+        self.float8: Float8Product | None = None  # set where products are in 8 bits (parallelize/precision.py)
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, self.weight.to(x.dtype), self.bias.to(x.dtype))
+        return self.multiply(x, self.weight, self.bias)
+
+    def multiply(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """With a weight that may be a share of this layer's."""
+        if self.float8 is not None:
+            return self.float8(x, weight, bias)
+        return multiply(gelu(x) if self.has_gelu else x, weight, bias)
 
 
 class LayerNorm(nn.LayerNorm):
@@ -97,10 +111,10 @@ class FeedForward(nn.Module):
         super().__init__()
         hidden, ffn, _, _ = sizes(model)
         self.up = Linear(hidden, ffn)
-        self.down = Linear(ffn, hidden)
+        self.down = Linear(ffn, hidden, has_gelu=True)
 
     def forward(self, x_btd: torch.Tensor) -> torch.Tensor:
-        return self.down(F.gelu(self.up(x_btd), approximate="tanh"))
+        return self.down(self.up(x_btd))
 
 
 class Block(nn.Module):
@@ -158,10 +172,11 @@ class Head(nn.Module):
         assert model.vocab_size != "auto"
         self.vocab_size = model.vocab_size
         self.weight = nn.Parameter(torch.empty(vocab, hidden))
+        self.products: type[PlainHead | Float8Head] = PlainHead
 
     def forward(self, x_btd: torch.Tensor, targets_bt: torch.Tensor | None) -> torch.Tensor:
         if targets_bt is not None:
-            return summed_cross_entropy(x_btd, self.weight, targets_bt, self.vocab_size)
+            return summed_cross_entropy(x_btd, self.weight, targets_bt, self.vocab_size, products=self.products)
         return F.linear(x_btd, self.weight.to(x_btd.dtype))[..., : self.vocab_size]
 
 

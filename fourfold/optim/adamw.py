@@ -1,8 +1,9 @@
 """AdamW over named parameters: who decays, where the moments live, and a step that never waits for the device.
 
 It works on the local shards of whatever the layout made of the parameters: the update is elementwise, so nothing else
-is needed. Unscaling, clipping and skipping are folded into PyTorch's fused kernel, which divides gradients by
-`grad_scale` and does nothing at all where `found_inf` is set: one pass over memory, and no word from the host.
+is needed. Unscaling, clipping and skipping are part of the one pass over memory, with no word from the host: on a GPU by
+our own kernel, elsewhere by PyTorch's fused one, which divides gradients by `grad_scale` and does nothing at all where
+`found_inf` is set.
 """
 
 import torch
@@ -11,6 +12,8 @@ from torch.distributed.tensor import DTensor
 
 from fourfold.config.schema import Optimizer
 from fourfold.cost.params import Kind, Parameter
+from fourfold.kernels.available import is_fast
+from fourfold.kernels.update import update_
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -61,12 +64,30 @@ class AdamW:
         for name, gradient in self.gradients().items():
             self.shards[name].grad = gradient
             self.placed[name].grad = None
-        for group in self.engine.param_groups:
-            group["lr"] = lr
-        self.engine.grad_scale = divisor.to(self.device)  # type: ignore[attr-defined]
-        self.engine.found_inf = is_skipped.to(self.device, torch.float32)  # type: ignore[attr-defined]
-        self.engine.step()
+        if is_fast(next(iter(self.shards.values()))):
+            self._fast_step(lr, divisor, is_skipped)
+        else:
+            for group in self.engine.param_groups:
+                group["lr"] = lr
+            self.engine.grad_scale = divisor.to(self.device)  # type: ignore[attr-defined]
+            self.engine.found_inf = is_skipped.to(self.device, torch.float32)  # type: ignore[attr-defined]
+            self.engine.step()
         self.engine.zero_grad(set_to_none=True)
+
+    def _fast_step(self, lr: float, divisor: torch.Tensor, is_skipped: torch.Tensor) -> None:
+        """The same update as PyTorch's, a third faster."""
+        states = self.engine.state
+        torch._foreach_add_([state["step"] for state in states.values()], (~is_skipped).float())
+        updates = next(iter(states.values()))["step"].double()
+        for group in self.engine.param_groups:
+            beta1, beta2 = group["betas"]
+            numbers = torch.stack(
+                [divisor, torch.full_like(divisor, lr), 1 - beta1**updates, 1 - beta2**updates, is_skipped]
+            ).float()
+            for shard in group["params"]:
+                assert shard.grad is not None and shard.grad.stride() == shard.stride()
+                moments = (states[shard][moment] for moment in MOMENTS)
+                update_(shard, shard.grad, *moments, numbers, group["betas"], group["eps"], group["weight_decay"])
 
     def moments(self) -> dict[str, dict[str, torch.Tensor]]:
         """By moment and parameter name, placed like the parameters; the tensors themselves."""

@@ -8,6 +8,7 @@ from fourfold.cost.sharding import sharding_stage
 from fourfold.data.loader import Batch
 from fourfold.layout.layout import Layout
 from fourfold.model.gpt import GPT
+from fourfold.parallelize.precision import keep_casts, keeps_casts
 from fourfold.parallelize.shard import free_gathered, set_micro_batch
 
 
@@ -31,10 +32,13 @@ class Accumulated:
         self.gpt = gpt
         self.micro_batches = accumulation(config)
         self.stage = sharding_stage(config, layout)
+        self.keeps_casts = keeps_casts(config, layout)
 
     def train(self, batch: Batch, weight: torch.Tensor) -> torch.Tensor:
         """Add the gradients of `weight` times the summed loss; return the summed loss of this rank's rows."""
         self.gpt.train()
+        if self.keeps_casts:
+            keep_casts(self.gpt)
         total = torch.zeros(1, device=batch.tokens_bt.device)
         for index, micro in enumerate(split_batch(batch, self.micro_batches)):
             set_micro_batch(self.gpt, self.stage, is_last=index == self.micro_batches - 1)
@@ -46,6 +50,8 @@ class Accumulated:
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> torch.Tensor:
         self.gpt.eval()
+        if self.keeps_casts:
+            keep_casts(self.gpt)
         total = torch.zeros(1, device=batch.tokens_bt.device)
         for micro in split_batch(batch, self.micro_batches):
             total += self.gpt(micro.tokens_bt, micro.targets_bt, **boundary_tensors(micro))

@@ -21,7 +21,7 @@ from fourfold.model.gpt import GPT, Block
 from fourfold.model.init import initialize_shard
 from fourfold.parallelize.accumulate import Accumulated
 from fourfold.parallelize.pipeline import Pipelined
-from fourfold.parallelize.precision import compute_dtype
+from fourfold.parallelize.precision import apply_float8, compute_dtype
 from fourfold.parallelize.recompute import apply_recompute
 from fourfold.parallelize.shard import apply_sharding
 from fourfold.parallelize.tensor import apply_tensor, sum_replicated_gradients
@@ -74,6 +74,7 @@ def parallelize(config: Config, layout: Layout, rank: int, device: torch.device,
     mesh = build_mesh(layout, "cuda" if device.type == "cuda" else "cpu", timeout_s)
     parts = cut_stages(config, layout, at)
     for part in parts:
+        apply_float8(part, config, layout, device)
         apply_tensor(part, config.model, mesh["mp"], config.distributed.sequence_parallel, config.data.max_seq_len)
         apply_compile(part, config, layout)
         apply_recompute(part, config.model)
@@ -117,11 +118,13 @@ def apply_compile(gpt: GPT, config: Config, layout: Layout) -> None:
         gpt.compile(dynamic=False)
 
 
+@torch.no_grad()
 def materialize(gpt: GPT, config: Config, layout: Layout, at: Coordinate, device: torch.device) -> None:
     """Allocate this rank's share and draw its initial values. A rehearsal on the meta device stops short of it."""
     if device.type == "meta":
         return
-    gpt.to_empty(device="cpu" if config.distributed.sharding.sharding_offload else device)
+    home = torch.device("cpu") if config.distributed.sharding.sharding_offload else device
+    gpt.to_empty(device=home)
     gpt.tie_weights()
     placed = dict(gpt.named_parameters())
     for parameter in parameters(config.model, gpt.stage):
@@ -129,4 +132,7 @@ def materialize(gpt: GPT, config: Config, layout: Layout, at: Coordinate, device
         tensor = placed[parameter.name]
         local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
         assert tuple(local.shape) == shard.shape, f"{parameter.name}: {tuple(local.shape)} is not {shard.shape}"
-        initialize_shard(local, parameter, shard.offsets, config.model, config.global_.seed)
+        # offloaded ones too: a GPU draws in a second what takes a core minutes
+        drawn = local if home == device else torch.empty_like(local, device=device)
+        initialize_shard(drawn, parameter, shard.offsets, config.model, config.global_.seed)
+        local.copy_(drawn)

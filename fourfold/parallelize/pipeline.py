@@ -32,6 +32,7 @@ from fourfold.layout.layout import Layout
 from fourfold.layout.stages import stage_indices, stages_per_rank
 from fourfold.model.gpt import GPT
 from fourfold.parallelize.accumulate import boundary_tensors, split_batch
+from fourfold.parallelize.precision import keep_casts, keeps_casts
 from fourfold.parallelize.shard import free_gathered
 
 SCHEDULES: dict[str, type[PipelineScheduleSingle] | type[PipelineScheduleMulti]] = {
@@ -73,6 +74,7 @@ class Pipelined:
         self.parts, self.config, self.device = parts, config, device
         self.group, self.rank = mesh.get_group("pp"), mesh.get_local_rank("pp")
         self.micro_batches = accumulation(config)
+        self.keeps_casts = keeps_casts(config, layout)
         self.weight = torch.ones((), device=device)
         self.total = torch.zeros(1, device=device)
         count = layout.pp * stages_per_rank(distributed.pp_schedule, distributed.virtual_pp_degree)
@@ -108,6 +110,8 @@ class Pipelined:
         self.weight, self.total = weight, torch.zeros(1, device=self.device)
         for part in self.parts:
             part.train()
+            if self.keeps_casts:
+                keep_casts(part)
         tokens = (batch.tokens_bt,) if self.parts[0].stage.has_embedding else ()
         beside: dict[str, Any] = {"targets_bt": batch.targets_bt, "sample_keys_b": batch.sample_keys_b}
         beside |= boundary_tensors(batch)
@@ -124,6 +128,8 @@ class Pipelined:
         handed_over: list[torch.Tensor] = []  # from one stage of this rank to the next
         for part in self.parts:
             part.eval()
+            if self.keeps_casts:
+                keep_casts(part)
             inputs: Iterable[torch.Tensor] = (self._receive(part, micro) for micro in micros)
             if (
                 len(self.parts) > 1

@@ -49,6 +49,7 @@ def set_micro_batch(gpt: GPT, stage: ShardingStage, is_last: bool) -> None:
     """What is to happen to gradients and parameters after the backward of the coming micro batch."""
     if isinstance(gpt, FSDPModule):
         gpt.set_requires_gradient_sync(stage.reduces_every_micro_batch or is_last)
+        # until then shards are summed on the device, offloaded ones too: over the host it would take seconds each time
         gpt.set_requires_all_reduce(is_last)
         gpt.set_reshard_after_backward(stage.frees_after_forward or is_last)
         gpt.set_is_last_backward(is_last)

@@ -99,12 +99,12 @@ def local(parameter: torch.Tensor) -> torch.Tensor:
 
 def column_linear(module: Any, region: Region, x: torch.Tensor) -> torch.Tensor:
     """Holds some of the output features."""
-    return F.linear(enter(x, region), local(module.weight).to(x.dtype), local(module.bias).to(x.dtype))
+    return module.multiply(enter(x, region), local(module.weight), local(module.bias))
 
 
 def row_linear(module: Any, region: Region, x: torch.Tensor) -> torch.Tensor:
     """Holds some of the input features; the bias, which every rank has, is added once, to the sum."""
-    return leave(F.linear(x, local(module.weight).to(x.dtype)), region) + module.bias.to(x.dtype)
+    return leave(module.multiply(x, local(module.weight), None), region) + module.bias.to(x.dtype)
 
 
 def vocabulary_embedding(module: Any, region: Region, tokens_bt: torch.Tensor) -> torch.Tensor:
@@ -127,7 +127,9 @@ def vocabulary_head(module: Any, region: Region, x_btd: torch.Tensor, targets_bt
     """Holds the logits of some tokens; only three numbers per position are ever exchanged for the loss."""
     assert targets_bt is not None, "a model under mp gives losses, not logits"
     vocabulary = SharedVocabulary(region, module.weight.shape[0])
-    return summed_cross_entropy(enter(x_btd, region), local(module.weight), targets_bt, module.vocab_size, vocabulary)
+    return summed_cross_entropy(
+        enter(x_btd, region), local(module.weight), targets_bt, module.vocab_size, vocabulary, module.products
+    )
 
 
 class SharedVocabulary(Vocabulary):

@@ -25,6 +25,7 @@ from fourfold.optim.scaler import LossScale
 from fourfold.parallelize.apply import ParallelModel, parallelize
 from fourfold.parallelize.precision import has_loss_scale
 from fourfold.train.differences import check_same_model, tell_differences
+from fourfold.train.fit import choose_micro_batch_size
 
 log = logging.getLogger("fourfold")
 
@@ -79,6 +80,8 @@ def build_run(config: Config, process: Process) -> Run:
     config = with_vocab_size(config, vocab_size_for(config, corpus.tokenizer))
     total_steps = count_steps(config, corpus.splits.train.passes)
     config = with_decay_steps(config, total_steps)
+    if config.global_.micro_batch_size == "auto":
+        config = choose_micro_batch_size(config, layout, process.device)
     if source:
         check_same_model(source, config)
     parallel = parallelize(config, layout, process.rank, process.device, process.timeout_s)

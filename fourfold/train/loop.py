@@ -22,6 +22,7 @@ from fourfold.cost.params import count_parameters
 from fourfold.cost.sharding import sharding_stage
 from fourfold.data.order import epoch_of
 from fourfold.mesh.process import Process
+from fourfold.train.ahead import build_sender
 from fourfold.train.build import Run, build_run, check_beginning
 from fourfold.train.evaluate import count_eval_batches, evaluate
 from fourfold.train.interrupt import Agreement, Deadline, Interrupt, agree_on_exit_code
@@ -62,6 +63,7 @@ def train_alone(config: Config, process: Process, console: Console) -> Outcome:
     if run.resumed_from:
         on_first(lambda: fetch_beside(output, run.output_dir, METRICS_FILE))
     on_first(lambda: introduce(run))
+    send = build_sender(process.device)
     step, eval_loss, is_stopping, own_s = run.first_step, None, False, 0.0
     with (
         Watch(process, run.config.engine, log_file()) as watch,
@@ -75,7 +77,7 @@ def train_alone(config: Config, process: Process, console: Console) -> Outcome:
         for step in range(run.first_step + 1, run.total_steps + 1):
             watch.beat(step, "training")
             waited_s = loader.wait_s
-            batch = loader.next_batch()
+            batch = send(loader.next_batch())
             is_asked = interrupt.signal is not None or saver.has_failed or deadline.is_near(saver.expected_s)
             began_s = busy_s()
             result = train_step(run, batch, step - 1, Note(is_asked, own_s))

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple, Self
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
-from torch.utils.tensorboard import SummaryWriter
 
 from fourfold.cost.flops import training_flops_per_token
 from fourfold.cost.hardware import peak_flops
@@ -25,6 +24,7 @@ from fourfold.data.order import batch_in_epoch, epoch_of
 from fourfold.errors import LaunchError
 from fourfold.optim.schedule import learning_rate
 from fourfold.train.build import Run
+from fourfold.train.curves import reopen_curves
 from fourfold.train.readback import read_later
 from fourfold.train.step import StepResult
 from fourfold.train.stragglers import Stragglers, find_slowest
@@ -35,22 +35,6 @@ LOG_FORMAT = "[%(asctime)s] [%(levelname)8s] - %(message)s"
 # marks the lines of every step, evaluation and save, which a progress bar stands for on a terminal
 ROUTINE = {"is_routine": True}
 METRICS_FILE = "metrics.jsonl"
-
-# metrics.jsonl key -> TensorBoard tag; what is not here is not a curve
-CURVES = {
-    "loss": "train/loss",
-    "grad_norm": "train/grad_norm",
-    "lr": "train/lr",
-    "loss_scale": "train/loss_scale",
-    "skipped_steps": "train/skipped_steps",
-    "tokens_per_s": "speed/tokens_per_s",
-    "mfu": "speed/mfu",
-    "reader_s": "speed/reader_s",
-    "memory_gib": "speed/memory_gib",
-    "slowest_rank_s": "speed/slowest_rank_s",
-    "median_rank_s": "speed/median_rank_s",
-    "eval_loss": "eval/loss",
-}
 
 
 class Pending(NamedTuple):
@@ -91,7 +75,7 @@ class Metrics:
         self.began_s, self.logged_s, self.logged_step, self.reader_s = now, now, self.run.first_step, 0.0
         if self.is_speaker:
             self.stream = reopen_metrics(self.run.output_dir / METRICS_FILE, self.run.first_step)
-            self.curves = reopen_curves(self.run.output_dir)
+            self.curves = reopen_curves(self.run.output_dir / "tensorboard", self.run.output_dir / METRICS_FILE)
         if self.progress:
             self.progress.start()
             self.task = self.progress.add_task(
@@ -234,7 +218,7 @@ class Metrics:
         try:
             self.stream.write(json.dumps(known) + "\n")
             self.stream.flush()
-            add_points(self.curves, known)
+            self.curves.add(known)
         except OSError as error:
             raise LaunchError(
                 f"{self.stream.name} could not be written to ({error.strerror}); make room or write another "
@@ -252,6 +236,7 @@ def progress_bar(console: Console) -> Progress:
         TimeRemainingColumn(),
         console=console,
         expand=True,
+        refresh_per_second=2,  # drawing it holds the interpreter, which launches the step's kernels
     )
 
 
@@ -319,31 +304,11 @@ def reopen_metrics(path: Path, first_step: int) -> Any:
     return path.open("a", encoding="utf-8")
 
 
-def reopen_curves(output_dir: Path) -> SummaryWriter:
-    """Curves are drawn again from metrics.jsonl: a kill can take their last half minute, and TensorBoard reads files in
-    the order of the clocks that named them."""
-    folder = output_dir / "tensorboard"
-    old = list(folder.glob("events.out.tfevents.*"))
-    curves = SummaryWriter(str(folder), flush_secs=30)
-    for text in (output_dir / METRICS_FILE).read_text(encoding="utf-8").splitlines():
-        add_points(curves, json.loads(text))
-    curves.flush()
-    for file in old:
-        file.unlink()
-    return curves
-
-
-def add_points(curves: SummaryWriter, values: dict[str, Any]) -> None:
-    for key, tag in CURVES.items():
-        if key in values:
-            value = math.nan if values[key] is None else values[key]
-            curves.add_scalar(tag, value, values["step"], walltime=values.get("time"))
-
-
 def memory_gib(device: torch.device) -> float:
     """The peak so far: of the device, or of this process's resident memory on a CPU."""
     if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**30
+        # max_memory_allocated lists some hundred figures first
+        return torch.cuda.memory.memory_stats_as_nested_dict(device)["allocated_bytes"]["all"]["peak"] / 2**30
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 

@@ -217,7 +217,18 @@ def test_ten_is_ten(tmp_path: Path, written: str) -> None:
             ".inf",
             "optimizer.grad_clip = inf is not a number of at least 0; the default is 1.0",
         ),
-        ("engine", "amp_dtype", "bf16", "engine.amp_dtype = 'bf16' is not bfloat16 or float16; did you mean bfloat16?"),
+        (
+            "engine",
+            "amp_dtype",
+            "bf16",
+            "engine.amp_dtype = 'bf16' is not one of bfloat16, float16 or float8; did you mean bfloat16?",
+        ),
+        (
+            "engine",
+            "float8_except",
+            "first,tail",
+            "engine.float8_except = 'first,tail' is not words such as first,head, or none; the default is head",
+        ),
     ],
 )
 def test_a_wrong_value_is_told_the_legal_ones(

@@ -3,9 +3,22 @@ import torch
 
 from fourfold.config.schema import Optimizer
 from fourfold.cost.params import Parameter, parameters
+from fourfold.optim import adamw
 from fourfold.optim.adamw import AdamW, decays
 from fourfold.optim.clip import clip_divisor, squared_norm
+from tests.require import require_module
 from tests.tiny import built, tiny_model
+
+
+
+@pytest.fixture(autouse=True, params=["PyTorch's kernel", "our kernel"])
+def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ours, which GPUs run, is interpreted here."""
+    is_ours = request.param == "our kernel"
+    if is_ours:
+        require_module("triton")
+    monkeypatch.setattr(adamw, "is_fast", lambda tensor: is_ours)
+
 
 MODEL = tiny_model(num_layers=1)
 TABLE = list(parameters(MODEL))

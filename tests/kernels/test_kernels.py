@@ -1,0 +1,126 @@
+"""Triton's code and the plain versions against float64: on a GPU where there is one, else by Triton's interpreter."""
+
+import pytest
+import torch
+
+from fourfold.kernels import cross_entropy, float8, update
+from fourfold.model.loss import IGNORED
+from tests.require import require_module
+
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.fixture(autouse=True)
+def triton() -> None:
+    require_module("triton")
+
+
+def normal(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(DEVICE)
+
+
+@pytest.mark.parametrize("statistics", [cross_entropy.row_statistics, cross_entropy.fast_row_statistics])
+@pytest.mark.parametrize("first", [0, 5000])
+def test_row_statistics(statistics, first: int) -> None:
+    logits_nv = 30 * normal(6, 5120)
+    width = 5003
+    targets_n = torch.tensor([0, 5002, 5000, 9000, IGNORED, 10002], device=DEVICE)
+    exact_nv = logits_nv[:, :width].double()
+    top_n, total_n, picked_n = statistics(logits_nv, targets_n, first, width)
+    log_sum_n = top_n.double() + total_n.double().log()
+    torch.testing.assert_close(log_sum_n, exact_nv.logsumexp(1), rtol=1e-6, atol=0)
+    here = [target - first if 0 <= target - first < width else None for target in targets_n.tolist()]
+    expected = [0.0 if column is None else logits_nv[row, column].item() for row, column in enumerate(here)]
+    assert picked_n.tolist() == expected and None in here
+
+
+@pytest.mark.parametrize("statistics", [cross_entropy.row_statistics, cross_entropy.fast_row_statistics])
+def test_a_share_that_is_all_padding_adds_nothing(statistics) -> None:
+    top_n, total_n, picked_n = statistics(normal(3, 128), torch.tensor([1, 2, IGNORED], device=DEVICE), 200, 0)
+    assert top_n.lt(-1e29).all() and total_n.eq(0).all() and picked_n.eq(0).all()
+
+
+@pytest.mark.parametrize("gradient_", [cross_entropy.row_gradient_, cross_entropy.fast_row_gradient_])
+def test_row_gradient(gradient_) -> None:
+    logits_nv = normal(4, 5120)
+    targets_n = torch.tensor([0, 5002, IGNORED, 9000], device=DEVICE)  # the last is in another share
+    log_sum_n = logits_nv[:, :5003].logsumexp(1) + 0.1
+    expected_nv = (logits_nv.double() - log_sum_n[:, None].double()).exp()
+    expected_nv[0, 0] -= 1
+    expected_nv[1, 5002] -= 1
+    expected_nv[2] = 0
+    expected_nv[:, 5003:] = 0
+    found_nv = gradient_(logits_nv, targets_n, log_sum_n, 0, 5003, IGNORED)
+    assert found_nv is logits_nv
+    torch.testing.assert_close(found_nv.double(), expected_nv, rtol=1e-5, atol=1e-9)
+    assert found_nv[:, 5003:].eq(0).all() and found_nv[2].eq(0).all()
+
+
+@pytest.mark.parametrize("is_skipped", [False, True])
+def test_update_is_adamw(is_skipped: bool) -> None:
+    weight, gradient, mean, square = normal(4, 3000).unbind()
+    square = square.abs()
+    before = [tensor.clone() for tensor in (weight, mean, square)]
+    beta1, beta2, epsilon, decay, lr, divisor, step = 0.9, 0.95, 1e-8, 0.1, 1e-2, 3.0, 7
+    numbers = torch.tensor([divisor, lr, 1 - beta1**step, 1 - beta2**step, float(is_skipped)], device=DEVICE)
+    update.update_(weight, gradient, mean, square, numbers, (beta1, beta2), epsilon, decay)
+    g, (w, m, v) = gradient.double() / divisor, (tensor.double() for tensor in before)
+    m, v = beta1 * m + (1 - beta1) * g, beta2 * v + (1 - beta2) * g * g
+    w = w * (1 - lr * decay) - lr * (m / (1 - beta1**step)) / ((v / (1 - beta2**step)).sqrt() + epsilon)
+    for found, expected, old in zip((weight, mean, square), (w, m, v), before, strict=True):
+        if is_skipped:
+            assert found.equal(old)
+        else:
+            torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("cast", [float8.plain_cast, float8.fast_cast])
+@pytest.mark.parametrize("dtype", [float8.FORWARD, float8.BACKWARD], ids=str)
+@pytest.mark.parametrize("shape", [(48, 80), (130, 70)])
+def test_casts_are_the_nearest_numbers_of_eight_bits(cast, dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    x_rc = 100 * normal(*shape).bfloat16()
+    if cast is float8.fast_cast and DEVICE == "cpu":
+        x_rc = x_rc.to(dtype).bfloat16()  # the interpreter rounds to eight bits wrongly, so nothing is left to round
+    scale = float8.scale_of(x_rc, dtype)
+    cast_rc, turned_cr = cast(x_rc, scale, dtype, True, True, False)
+    assert cast_rc.dtype == turned_cr.dtype == dtype and turned_cr.is_contiguous()
+    assert turned_cr.float().equal(cast_rc.float().T)
+    exact_rc = x_rc.double() * scale.double()
+    assert exact_rc.abs().max() <= torch.finfo(dtype).max < 2 * exact_rc.abs().max()
+    assert (cast_rc.double() - exact_rc).abs().le(half_step(exact_rc, dtype)).all()
+    cut_off_rc, _ = cast(x_rc, scale * 8, dtype, True, False, False)
+    assert cut_off_rc.float().abs().max() == torch.finfo(dtype).max
+
+
+def half_step(exact: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Half of what neighbouring numbers of a format differ by."""
+    kind = torch.finfo(dtype)
+    return 2.0 ** exact.abs().clamp(kind.smallest_normal).log2().floor() * kind.eps / 2
+
+
+@pytest.mark.parametrize("cast", [float8.plain_cast, float8.fast_cast])
+def test_casts_with_gelu(cast) -> None:
+    x_rc, dtype = normal(32, 48).bfloat16(), float8.FORWARD
+    scale = torch.tensor(64.0, device=DEVICE)
+    empty, turned_cr = cast(x_rc, scale, dtype, False, True, True)
+    exact_rc = torch.nn.functional.gelu(x_rc.double(), approximate="tanh") * 64
+    # the interpreter may round to the wrong neighbour, or at worst to half the number
+    allowed = exact_rc.abs() * 0.55 + 1 if DEVICE == "cpu" else 1.01 * half_step(exact_rc, dtype)
+    assert (turned_cr.double().T - exact_rc).abs().le(allowed).all() and empty.numel() == 0
+
+
+def test_products_in_eight_bits_are_near_those_in_float64() -> None:
+    a_rk, b_ck = normal(64, 256), normal(32, 256)
+    bias_c = normal(32)
+    scales = float8.scale_of(a_rk, float8.FORWARD), float8.scale_of(b_ck, float8.FORWARD)
+    casts = [float8.cast(x, s, float8.FORWARD).as_it_lies_rc for x, s in zip((a_rk, b_ck), scales, strict=True)]
+    found_rc = float8.multiply(*casts, *scales, torch.float32, bias_c)
+    expected_rc = a_rk.double() @ b_ck.double().T + bias_c
+    assert (found_rc - expected_rc).norm() / expected_rc.norm() < 0.05
+    exact_rc = (casts[0].double() / scales[0]) @ (casts[1].double() / scales[1]).T + bias_c
+    torch.testing.assert_close(found_rc.double(), exact_rc, rtol=1e-5, atol=1e-4)
+
+
+def test_zeros_are_not_scaled() -> None:
+    assert float8.scale_of(torch.zeros(2, 16, device=DEVICE), float8.FORWARD).item() == 1.0
