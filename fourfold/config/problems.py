@@ -232,7 +232,7 @@ def _float8(config: Config, layout: Layout) -> Iterator[str]:
     for name, (size, key) in sizes.items():
         if size % (step * layout.mp):
             legal = any_of(_multiples_around(size, step * layout.mp))
-            yield f"{name} cannot be cut into 8-bit matrices of a multiple of {step} on each process; {key} can be {legal}"
+            yield f"{name} does not make 8-bit matrices of a multiple of {step} on each process; {key} can be {legal}"
     if rows % step:
         yield (
             f"global.micro_batch_size = {config.global_.micro_batch_size} times data.max_seq_len = "

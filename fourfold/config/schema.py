@@ -61,7 +61,8 @@ class Global(Section):
     global_batch_size: Count = 64
     """Sequences in one update, over all processes."""
     micro_batch_size: Count | Auto = "auto"
-    """Sequences in one forward of one process; `auto` takes as many as the layout allows. The result is the same."""
+    """Sequences in one forward of one process; `auto` takes as many as the layout allows and, on GPUs, as are forecast
+    to fit 90 % of the smallest one's memory. The result is the same."""
 
 
 class Model(Section):
@@ -218,7 +219,7 @@ class Engine(Section):
     amp_dtype: Literal["bfloat16", "float16", "float8"] = "bfloat16"
     """The lower precision of use_amp; float16 scales its loss; float8 multiplies in 8 bits and is bfloat16 between."""
     float8_except: Annotated[tuple[Literal["first", "last", "head"], ...], BeforeValidator(_words)] = ("head",)
-    """What float8 leaves in bfloat16: the first block, the last block, the head; any of `first,last,head`, or `none`."""
+    """What float8 leaves in bfloat16: any of `first,last,head` (the first block, the last one, the head), or `none`."""
     scale_loss: Positive = 32768.0
     """First loss scale under float16."""
     compile: bool | Auto = "auto"

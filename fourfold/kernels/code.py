@@ -33,11 +33,11 @@ def row_statistics(
 
 
 @triton.jit
-def row_gradient(logits, targets, log_sums, stride, first, width, stored, IGNORED: tl.constexpr, BLOCK: tl.constexpr):
+def row_gradient(logits, targets, top, total, stride, first, width, stored, IGNORED: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     logits += row * stride
     target = tl.load(targets + row)
-    log_sum = tl.load(log_sums + row)
+    log_sum = tl.load(top + row) + tl.log(tl.load(total + row))
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(logits + at, mask=at < width, other=LOWEST).to(tl.float32)
     gradient = tl.exp(x - log_sum) - tl.where(at == target - first, 1.0, 0.0)
@@ -46,9 +46,7 @@ def row_gradient(logits, targets, log_sums, stride, first, width, stored, IGNORE
 
 
 @triton.jit
-def adamw_update(
-    weight, gradient, mean, square, numbers, size, beta1, beta2, epsilon, decay, BLOCK: tl.constexpr
-):
+def adamw_update(weight, gradient, mean, square, numbers, size, beta1, beta2, epsilon, decay, BLOCK: tl.constexpr):
     """`numbers`: the divisor of gradients, the learning rate, two bias corrections, and 1 where the step is skipped."""
     if tl.load(numbers + 4) != 0.0:
         return
@@ -95,8 +93,8 @@ def cast_both_ways(
         values *= tl.sigmoid(1.5957691216057308 * (values + 0.044715 * values * values * values))
     values *= tl.load(scale)
     values = tl.where(values > MOST, MOST, tl.where(values < -MOST, -MOST, values))  # a NaN stays one
+    cast = values.to(out.dtype.element_ty)
     if HAS_OUT:
-        tl.store(out + r[:, None] * columns + c[None, :], values.to(out.dtype.element_ty), mask=mask)
+        tl.store(out + r[:, None] * columns + c[None, :], cast, mask=mask)
     if HAS_TURNED:
-        cast = tl.trans(values.to(turned.dtype.element_ty))
-        tl.store(turned + c[:, None] * rows + r[None, :], cast, mask=tl.trans(mask))
+        tl.store(turned + c[:, None] * rows + r[None, :], tl.trans(cast), mask=tl.trans(mask))

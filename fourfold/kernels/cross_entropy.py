@@ -4,6 +4,8 @@ Shapes: n rows, v columns of logits, of which the first `width` count and the ot
 be a share of the vocabulary that begins at `first`; `targets_n` are tokens, or `ignored`.
 """
 
+from typing import NamedTuple
+
 import torch
 
 from fourfold.kernels.available import HAS_TRITON, is_fast
@@ -12,30 +14,39 @@ if HAS_TRITON:
     from fourfold.kernels import code
 
 
-def row_statistics(
-    logits_nv: torch.Tensor, targets_n: torch.Tensor, first: int, width: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """By row, in float32: the largest logit, the sum of exp(logit - largest), and the target's logit, 0 where the
-    target is not in this share."""
+class RowStatistics(NamedTuple):
+    """By row, in float32."""
+
+    top_n: torch.Tensor
+    """The largest logit."""
+    sum_n: torch.Tensor
+    """The sum of exp(logit - largest)."""
+    picked_n: torch.Tensor
+    """The target's logit, 0 where the target is not in this share."""
+
+
+def row_statistics(logits_nv: torch.Tensor, targets_n: torch.Tensor, first: int, width: int) -> RowStatistics:
     if is_fast(logits_nv):
         return fast_row_statistics(logits_nv, targets_n, first, width)
     if width == 0:  # a share that is all padding
         nothing_n = torch.zeros(len(logits_nv), device=logits_nv.device)
-        return nothing_n - torch.inf, nothing_n, nothing_n
+        return RowStatistics(nothing_n - torch.inf, nothing_n, nothing_n)
     logits_nv = logits_nv[:, :width].float()
     top_n = logits_nv.amax(1)
     column_n = targets_n - first
     is_here_n = (column_n >= 0) & (column_n < width)
     picked_n = logits_nv.gather(1, column_n.clamp(0, width - 1)[:, None])[:, 0]
-    return top_n, (logits_nv - top_n[:, None]).exp().sum(1), torch.where(is_here_n, picked_n, 0.0)
+    sum_n = (logits_nv - top_n[:, None]).exp().sum(1)
+    return RowStatistics(top_n, sum_n, torch.where(is_here_n, picked_n, 0.0))
 
 
 def row_gradient_(
-    logits_nv: torch.Tensor, targets_n: torch.Tensor, log_sum_n: torch.Tensor, first: int, width: int, ignored: int
+    logits_nv: torch.Tensor, targets_n: torch.Tensor, statistics: RowStatistics, first: int, width: int, ignored: int
 ) -> torch.Tensor:
     """Softmax minus one-hot, written over the logits; zero in padding and in rows whose target is ignored."""
     if is_fast(logits_nv):
-        return fast_row_gradient_(logits_nv, targets_n, log_sum_n, first, width, ignored)
+        return fast_row_gradient_(logits_nv, targets_n, statistics, first, width, ignored)
+    log_sum_n = statistics.top_n + statistics.sum_n.log()
     is_target_nv = torch.arange(width, device=targets_n.device) == (targets_n - first)[:, None]
     gradient_nv = (logits_nv[:, :width].float() - log_sum_n[:, None]).exp_() - is_target_nv.float()
     logits_nv[:, :width] = gradient_nv * (targets_n != ignored)[:, None]
@@ -43,24 +54,21 @@ def row_gradient_(
     return logits_nv
 
 
-def fast_row_statistics(
-    logits_nv: torch.Tensor, targets_n: torch.Tensor, first: int, width: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    top_n, total_n, picked_n = torch.empty(3, len(logits_nv), device=logits_nv.device).unbind()
+def fast_row_statistics(logits_nv: torch.Tensor, targets_n: torch.Tensor, first: int, width: int) -> RowStatistics:
+    found = RowStatistics(*torch.empty(3, len(logits_nv), device=logits_nv.device).unbind())
     code.row_statistics[(len(logits_nv),)](
-        logits_nv, targets_n, top_n, total_n, picked_n, logits_nv.stride(0), first, WIDTH=width, LANES=256,
-        EACH=8, num_warps=8,
+        logits_nv, targets_n, *found, logits_nv.stride(0), first, WIDTH=width, LANES=256, EACH=8, num_warps=8
     )  # fmt: skip
-    return top_n, total_n, picked_n
+    return found
 
 
 def fast_row_gradient_(
-    logits_nv: torch.Tensor, targets_n: torch.Tensor, log_sum_n: torch.Tensor, first: int, width: int, ignored: int
+    logits_nv: torch.Tensor, targets_n: torch.Tensor, statistics: RowStatistics, first: int, width: int, ignored: int
 ) -> torch.Tensor:
     rows, stored = logits_nv.shape
     block = 1024
     code.row_gradient[(rows, -(-stored // block))](
-        logits_nv, targets_n, log_sum_n, logits_nv.stride(0), first, width, stored, IGNORED=ignored, BLOCK=block,
-        num_warps=4,
+        logits_nv, targets_n, *statistics[:2], logits_nv.stride(0), first, width, stored, IGNORED=ignored,
+        BLOCK=block, num_warps=4,
     )  # fmt: skip
     return logits_nv

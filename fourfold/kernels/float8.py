@@ -88,6 +88,8 @@ def plain_cast(
 def fast_cast(
     x_rc: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, as_it_lies: bool, turned: bool, has_gelu: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    # of four bytes each, Triton 3.6 turns them wrongly when it is to store them as they lie as well
+    assert x_rc.element_size() == 2, x_rc.dtype
     x_rc, (r, c) = x_rc.contiguous(), x_rc.shape
     out_rc, turned_cr = _empty_casts(x_rc, dtype, as_it_lies, turned)
     code.cast_both_ways[(-(-r // TILE), -(-c // TILE))](

@@ -14,7 +14,6 @@ from torch import nn
 
 from fourfold.kernels import float8
 
-
 GELU_SLOPE, GELU_CUBE = 2.0 * (2.0 / math.pi) ** 0.5, 0.044715
 
 
@@ -72,6 +71,8 @@ class WeightCasts(NamedTuple):
 
 
 def cast_weight(weight_fd: torch.Tensor, as_it_lies: bool = True, turned: bool = True) -> WeightCasts:
+    """By way of bfloat16: the compiler finds the scale in the pass that rounds, and the rest reads half the bytes."""
+    weight_fd = weight_fd.to(torch.bfloat16)
     scale = float8.scale_of(weight_fd, float8.FORWARD)
     return WeightCasts(*float8.cast(weight_fd, scale, float8.FORWARD, as_it_lies, turned), scale)
 
@@ -162,7 +163,7 @@ class HeadProducts(Protocol):
 
     def logits(self, x_nd: torch.Tensor) -> torch.Tensor: ...
 
-    def gradient(self, dlogits_nv: torch.Tensor) -> torch.Tensor:
+    def gradient(self, dlogits_nv: torch.Tensor, out: torch.Tensor) -> None:
         """Of the last chunk's rows. No element of `dlogits_nv` is above 1."""
 
     def add_weight_gradient_(self, dweight_vd: torch.Tensor) -> None:
@@ -177,9 +178,9 @@ class PlainHead:
         self.x_nd = x_nd
         return x_nd @ self.weight_vd.T
 
-    def gradient(self, dlogits_nv: torch.Tensor) -> torch.Tensor:
+    def gradient(self, dlogits_nv: torch.Tensor, out: torch.Tensor) -> None:
         self.dlogits_nv = dlogits_nv
-        return dlogits_nv @ self.weight_vd
+        torch.mm(dlogits_nv, self.weight_vd, out=out)
 
     def add_weight_gradient_(self, dweight_vd: torch.Tensor) -> None:
         if self.x_nd.is_cuda and self.x_nd.dtype != torch.float32:  # the matrix unit adds
@@ -192,16 +193,16 @@ class Float8Head:
     def __init__(self, weight_vd: torch.Tensor, dtype: torch.dtype) -> None:
         self.weight = cast_weight(weight_vd)
         self.dtype = dtype
-        self.gradient_scale = torch.tensor(2.0**15, device=weight_vd.device)  # 1 becomes just less than e5m2's end
+        self.gradient_scale = weight_vd.new_full((), 2.0**15, dtype=torch.float32)  # 1 comes near e5m2's end
 
     def logits(self, x_nd: torch.Tensor) -> torch.Tensor:
         self.x_scale = float8.scale_of(x_nd, float8.FORWARD)
         cast_nd, self.x_turned_dn = float8.cast(x_nd, self.x_scale, float8.FORWARD)
         return float8.multiply(cast_nd, self.weight.as_it_lies_fd, self.x_scale, self.weight.scale, self.dtype)
 
-    def gradient(self, dlogits_nv: torch.Tensor) -> torch.Tensor:
+    def gradient(self, dlogits_nv: torch.Tensor, out: torch.Tensor) -> None:
         cast_nv, self.turned_vn = float8.cast(dlogits_nv, self.gradient_scale, float8.BACKWARD)
-        return float8.multiply(cast_nv, self.weight.turned_df, self.gradient_scale, self.weight.scale, self.dtype)
+        out.copy_(float8.multiply(cast_nv, self.weight.turned_df, self.gradient_scale, self.weight.scale, self.dtype))
 
     def add_weight_gradient_(self, dweight_vd: torch.Tensor) -> None:
         dweight_vd += float8.multiply(

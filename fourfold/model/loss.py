@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from fourfold.kernels.cross_entropy import row_gradient_, row_statistics
+from fourfold.kernels.cross_entropy import RowStatistics, row_gradient_, row_statistics
 from fourfold.model.linear import HeadProducts, PlainHead
 
 IGNORED = -100
@@ -23,12 +23,9 @@ class Vocabulary:
 
     first = 0
 
-    def max(self, x: torch.Tensor) -> torch.Tensor:
-        """Elementwise over all shares."""
-        return x
-
-    def sum(self, x: torch.Tensor) -> torch.Tensor:
-        return x
+    def merge(self, statistics: RowStatistics) -> RowStatistics:
+        """Of all shares, from those of each."""
+        return statistics
 
 
 WHOLE = Vocabulary()
@@ -57,29 +54,26 @@ class _SummedCrossEntropy(torch.autograd.Function):
         products: Callable[[torch.Tensor, torch.dtype], HeadProducts],
     ) -> torch.Tensor:
         head = products(weight_vd, x_nd.dtype)
-        total = torch.zeros(1, dtype=torch.float32, device=x_nd.device)
         dx_nd, dw_vd = torch.empty_like(x_nd), torch.zeros_like(weight_vd, dtype=torch.float32)
         first, width = vocabulary.first, min(max(vocab_size - vocabulary.first, 0), len(weight_vd))
         step = chunk_rows(len(x_nd), len(weight_vd))
         if x_nd.dtype == torch.float16:
             step = min(step, _FLOAT16_ROWS)
+        found = []
         for begin in range(0, len(x_nd), step):
             rows = slice(begin, begin + step)
-            targets_r = targets_n[rows]
             logits_rv = head.logits(x_nd[rows])
-            top_r, sum_r, picked_r = row_statistics(logits_rv, targets_r, first, width)
-            highest_r = vocabulary.max(top_r)
-            sums_2r = vocabulary.sum(torch.stack((sum_r * (top_r - highest_r).exp(), picked_r)))
-            log_sum_r = highest_r + sums_2r[0].log()
-            total += torch.where(targets_r != IGNORED, log_sum_r - sums_2r[1], 0.0).sum()
+            statistics = vocabulary.merge(row_statistics(logits_rv, targets_n[rows], first, width))
+            found.append(torch.stack(statistics))
             if wants_grad:
                 # d loss / d logits = softmax - one-hot, zero where the target does not count
-                gradient_rv = row_gradient_(logits_rv, targets_r, log_sum_r, first, width, IGNORED)
-                dx_nd[rows] = head.gradient(gradient_rv)
+                gradient_rv = row_gradient_(logits_rv, targets_n[rows], statistics, first, width, IGNORED)
+                head.gradient(gradient_rv, out=dx_nd[rows])
                 head.add_weight_gradient_(dw_vd)
         if wants_grad:
             ctx.save_for_backward(dx_nd, dw_vd)
-        return total
+        top_n, sum_n, picked_n = torch.cat(found, 1)
+        return torch.where(targets_n != IGNORED, top_n + sum_n.log() - picked_n, 0.0).sum(0, keepdim=True)
 
     @staticmethod
     def backward(ctx: Any, grad_total: torch.Tensor) -> tuple[torch.Tensor | None, ...]:

@@ -1,10 +1,12 @@
 """AdamW over named parameters: who decays, where the moments live, and a step that never waits for the device.
 
 It works on the local shards of whatever the layout made of the parameters: the update is elementwise, so nothing else
-is needed. Unscaling, clipping and skipping are part of the one pass over memory, with no word from the host: on a GPU by
-our own kernel, elsewhere by PyTorch's fused one, which divides gradients by `grad_scale` and does nothing at all where
-`found_inf` is set.
+is needed. Unscaling, clipping and skipping are part of the one pass over memory, with no word from the host: on a GPU
+by our own kernel, elsewhere by PyTorch's fused one, which divides gradients by `grad_scale` and does nothing at all
+where `found_inf` is set.
 """
+
+from contextlib import nullcontext
 
 import torch
 from torch import nn
@@ -14,6 +16,7 @@ from fourfold.config.schema import Optimizer
 from fourfold.cost.params import Kind, Parameter
 from fourfold.kernels.available import is_fast
 from fourfold.kernels.update import update_
+from fourfold.mesh.process import all_cores
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -45,13 +48,15 @@ class AdamW:
             eps=optimizer.adam_epsilon,
             fused=True,
         )
+        self.device = next(iter(self.shards.values())).device
+        self.is_fast = is_fast(next(iter(self.shards.values())))
+        count = torch.zeros((), device=self.device)
         for shard in self.shards.values():  # made now, so that a checkpoint can be read into them
             self.engine.state[shard] = {
-                "step": torch.zeros((), device=shard.device),
+                "step": count if self.is_fast else count.clone(),  # PyTorch's kernel counts for each
                 "exp_avg": torch.zeros_like(shard),
                 "exp_avg_sq": torch.zeros_like(shard),
             }
-        self.device = next(iter(self.shards.values())).device
 
     def gradients(self) -> dict[str, torch.Tensor]:
         """The local gradients by parameter name. None may be missing: an engine that lost one must not pass unseen."""
@@ -59,35 +64,41 @@ class AdamW:
             assert parameter.grad is not None, f"{name} got no gradient"
         return {name: local_tensor(parameter.grad) for name, parameter in self.placed.items()}  # type: ignore[arg-type]
 
-    def step(self, lr: float, divisor: torch.Tensor, is_skipped: torch.Tensor) -> None:
+    def drop_gradients(self) -> None:
+        """What a step that was given up may have left."""
+        for parameter in self.placed.values():
+            parameter.grad = None
+
+    def step(self, lr: torch.Tensor, divisor: torch.Tensor, is_skipped: torch.Tensor) -> None:
         """One update with gradients divided by `divisor`, or none where `is_skipped`; gradients are gone after it."""
         for name, gradient in self.gradients().items():
             self.shards[name].grad = gradient
             self.placed[name].grad = None
-        if is_fast(next(iter(self.shards.values()))):
+        if self.is_fast:
             self._fast_step(lr, divisor, is_skipped)
         else:
             for group in self.engine.param_groups:
-                group["lr"] = lr
+                group["lr"] = float(lr)
             self.engine.grad_scale = divisor.to(self.device)  # type: ignore[attr-defined]
             self.engine.found_inf = is_skipped.to(self.device, torch.float32)  # type: ignore[attr-defined]
-            self.engine.step()
+            is_offloaded = lr.is_cuda and self.device.type == "cpu"
+            with all_cores() if is_offloaded else nullcontext():
+                self.engine.step()
         self.engine.zero_grad(set_to_none=True)
 
-    def _fast_step(self, lr: float, divisor: torch.Tensor, is_skipped: torch.Tensor) -> None:
+    def _fast_step(self, lr: torch.Tensor, divisor: torch.Tensor, is_skipped: torch.Tensor) -> None:
         """The same update as PyTorch's, a third faster."""
         states = self.engine.state
-        torch._foreach_add_([state["step"] for state in states.values()], (~is_skipped).float())
-        updates = next(iter(states.values()))["step"].double()
+        count = next(iter(states.values()))["step"]
+        count += ~is_skipped
+        updates = count.double()
         for group in self.engine.param_groups:
             beta1, beta2 = group["betas"]
-            numbers = torch.stack(
-                [divisor, torch.full_like(divisor, lr), 1 - beta1**updates, 1 - beta2**updates, is_skipped]
-            ).float()
+            numbers = torch.stack([divisor, lr, 1 - beta1**updates, 1 - beta2**updates, is_skipped]).float()
             for shard in group["params"]:
                 assert shard.grad is not None and shard.grad.stride() == shard.stride()
-                moments = (states[shard][moment] for moment in MOMENTS)
-                update_(shard, shard.grad, *moments, numbers, group["betas"], group["eps"], group["weight_decay"])
+                mean, square = (states[shard][moment] for moment in MOMENTS)
+                update_(shard, shard.grad, mean, square, numbers, group["betas"], group["eps"], group["weight_decay"])
 
     def moments(self) -> dict[str, dict[str, torch.Tensor]]:
         """By moment and parameter name, placed like the parameters; the tensors themselves."""

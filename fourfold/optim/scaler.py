@@ -21,8 +21,9 @@ class LossScale:
             return
         grows = self.good_steps + 1 >= GROWTH_INTERVAL
         grown = torch.where(grows, (self.scale * 2.0).clamp(max=MAX_SCALE), self.scale)
-        self.scale = torch.where(is_skipped, (self.scale * 0.5).clamp(min=1.0), grown)
-        self.good_steps = torch.where(is_skipped | grows, 0, self.good_steps + 1)
+        # in place: a recorded step knows these tensors
+        self.scale.copy_(torch.where(is_skipped, (self.scale * 0.5).clamp(min=1.0), grown))
+        self.good_steps.copy_(torch.where(is_skipped | grows, 0, self.good_steps + 1))
 
     def state(self) -> dict[str, float]:
         """Nothing where the scale is constant, so that a later run in float16 begins with a scale of its own."""

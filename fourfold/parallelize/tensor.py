@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, Shard
 from fourfold.compat import all_gather, reduce_scatter
 from fourfold.config.schema import Model
 from fourfold.cost.params import parameters
+from fourfold.kernels.cross_entropy import RowStatistics
 from fourfold.model.dropout import Dropout
 from fourfold.model.gpt import GPT
 from fourfold.model.loss import Vocabulary, summed_cross_entropy
@@ -137,11 +138,11 @@ class SharedVocabulary(Vocabulary):
         self.first = region.share(size).start
         self.group = region.group
 
-    def max(self, x: torch.Tensor) -> torch.Tensor:
-        return funcol.wait_tensor(funcol.all_reduce(x, "max", self.group))
-
-    def sum(self, x: torch.Tensor) -> torch.Tensor:
-        return funcol.wait_tensor(funcol.all_reduce(x, "sum", self.group))
+    def merge(self, statistics: RowStatistics) -> RowStatistics:
+        top_n, sum_n, picked_n = statistics
+        highest_n = funcol.wait_tensor(funcol.all_reduce(top_n, "max", self.group))
+        sums_2n = torch.stack((sum_n * (top_n - highest_n).exp(), picked_n))
+        return RowStatistics(highest_n, *_sum(sums_2n, self.group))
 
 
 MP_PLAN: dict[str, Callable[..., torch.Tensor] | None] = {

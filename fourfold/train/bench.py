@@ -35,6 +35,7 @@ from fourfold.parallelize.precision import has_loss_scale
 from fourfold.train.ahead import build_sender
 from fourfold.train.build import Run, vocab_size_for
 from fourfold.train.metrics import device_peak_flops, memory_gib
+from fourfold.train.replay import Replay, is_replayable
 from fourfold.train.step import train_step
 
 # size -> the preset, and the batch at which it is usually compared on one large GPU
@@ -148,7 +149,8 @@ def our_step(config: Config, process: Process, next_batch: NextBatch) -> StepFun
     parallel = parallelize(config, layout, process.rank, process.device, process.timeout_s)
     optimizer = AdamW(parallel.table(), parallel.named_parameters(), config.optimizer)
     loss_scale = LossScale(config.engine.scale_loss, has_loss_scale(config.engine), process.device)
-    run = Run(config, layout, process, None, parallel, optimizer, loss_scale, 0, 1000, None)  # type: ignore[arg-type]
+    replay = Replay(is_replayable(config, process))
+    run = Run(config, layout, process, None, parallel, optimizer, loss_scale, 0, 1000, None, replay)  # type: ignore[arg-type]
     send = build_sender(process.device)
 
     def step(number: int) -> Stepped:
@@ -173,7 +175,8 @@ def nanogpt_step(config: Config, device: torch.device, next_batch: NextBatch, pa
         dropout=0.0,
         bias=True,
     )
-    model = theirs.GPT(shape).to(device)
+    with device:  # where billions of numbers are drawn faster
+        model = theirs.GPT(shape)
     optimizer = model.configure_optimizers(
         config.optimizer.weight_decay, config.optimizer.max_lr, (0.9, 0.95), device.type
     )
@@ -197,7 +200,8 @@ def huggingface_step(config: Config, device: torch.device, next_batch: NextBatch
         attn_pdrop=0.0,
         use_cache=False,
     )
-    model = transformers.GPT2LMHeadModel(shape).to(device)
+    with device:
+        model = transformers.GPT2LMHeadModel(shape)
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.optimizer.max_lr, fused=True)
 
     def loss(call: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:

@@ -26,6 +26,7 @@ from fourfold.parallelize.apply import ParallelModel, parallelize
 from fourfold.parallelize.precision import has_loss_scale
 from fourfold.train.differences import check_same_model, tell_differences
 from fourfold.train.fit import choose_micro_batch_size
+from fourfold.train.replay import Replay, is_replayable
 
 log = logging.getLogger("fourfold")
 
@@ -44,6 +45,7 @@ class Run:
     """Steps already taken by the run that this one continues."""
     total_steps: int
     resumed_from: AnyPath | None
+    replay: Replay
 
     @property
     def output_dir(self) -> Path:
@@ -108,6 +110,7 @@ def build_run(config: Config, process: Process) -> Run:
         first_step,
         total_steps,
         checkpoint.path if checkpoint else None,
+        Replay(is_replayable(config, process)),
     )
 
 

@@ -1,5 +1,10 @@
-"""One update: gradients of the whole global batch, their norm, the step. Nothing here waits for the device."""
+"""One update: gradients of the whole global batch, their norm, the step. Nothing here waits for the device.
 
+On one GPU the device's part is recorded once and then replayed (replay.py), so everything that differs between steps
+goes into it as a tensor.
+"""
+
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
@@ -7,7 +12,7 @@ import torch
 from fourfold.data.loader import Batch
 from fourfold.layout.layout import Coordinate
 from fourfold.mesh.mesh import sum_over_all
-from fourfold.mesh.process import seed_generators
+from fourfold.mesh.process import all_cores, seed_generators
 from fourfold.model.loss import IGNORED
 from fourfold.model.stateless import key_of
 from fourfold.optim.clip import clip_divisor, squared_norm
@@ -39,26 +44,41 @@ class StepResult(NamedTuple):
 
 
 def train_step(run: Run, batch: Batch, step: int, note: Note = NOTHING_TO_SAY) -> StepResult:
-    """`step` counts from 0; it is the number of steps finished before this one.
+    """`step` counts from 0; it is the number of steps finished before this one."""
+    if run.config.model.attention_probs_dropout_prob > 0.0:
+        seed_generators(attention_dropout_key(run.config.global_.seed, step, run.parallel.at))
+    batch = to_device(batch, run.process.device)
+    lr = learning_rate(step + 1, run.config.optimizer)
+    said = numbers_on(run.process.device, lr, float(note.is_asked_to_stop), note.own_s)
+    return run.replay(lambda *tensors: compute_step(run, *tensors), batch, said)
+
+
+def compute_step(run: Run, batch: Batch, said: torch.Tensor) -> StepResult:
+    """What the device does in a step: nothing here depends on anything but tensors. `said`: the learning rate, whether
+    this rank was asked to stop, and its time.
 
     The summed loss is weighted by one over the tokens of the whole global batch before backward, so gradients are only
     ever summed, and neither the layout nor the micro batch's size nor uneven masks can change the result.
     """
-    if run.config.model.attention_probs_dropout_prob > 0.0:
-        seed_generators(attention_dropout_key(run.config.global_.seed, step, run.parallel.at))
-    batch = to_device(batch, run.process.device)
+    run.optimizer.drop_gradients()
     targets = count_targets(run, batch)
-    scale, optimizer = run.loss_scale.scale, run.config.optimizer
+    scale = run.loss_scale.scale
     summed_loss = run.parallel.execution.train(batch, scale / targets)
     gradients = run.optimizer.gradients()
     run.parallel.finish_gradients(gradients)
     counted = run.parallel.counted(gradients)
-    summed_loss, squared, notes = sum_results(run, summed_loss, counted, note)
+    summed_loss, squared, notes = sum_results(run, summed_loss, counted, said[1:])
     norm = squared.sqrt() / scale
     is_skipped = ~torch.isfinite(norm)
-    run.optimizer.step(learning_rate(step + 1, optimizer), scale * clip_divisor(norm, optimizer.grad_clip), is_skipped)
+    run.optimizer.step(said[0], scale * clip_divisor(norm, run.config.optimizer.grad_clip), is_skipped)
     run.loss_scale.update(is_skipped)
     return StepResult(summed_loss / targets, norm, is_skipped, notes[0], notes[1:])
+
+
+def numbers_on(device: torch.device, *numbers: float) -> torch.Tensor:
+    """In float32 on the device, without waiting for it."""
+    on_host = torch.tensor(numbers, dtype=torch.float32)
+    return on_host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else on_host
 
 
 def attention_dropout_key(seed: int, step: int, at: Coordinate) -> int:
@@ -67,7 +87,7 @@ def attention_dropout_key(seed: int, step: int, at: Coordinate) -> int:
 
 
 def sum_results(
-    run: Run, summed_loss: torch.Tensor, counted: list[torch.Tensor], note: Note
+    run: Run, summed_loss: torch.Tensor, counted: list[torch.Tensor], note: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Loss, squared gradient norm and notes, over all ranks, in one collective. Of the notes, first the votes to stop,
     then each rank's time, which the others add nothing to."""
@@ -75,10 +95,11 @@ def sum_results(
     if run.parallel.reports_loss:
         mine[0] = summed_loss[0]
     if counted:
-        mine[1] = squared_norm(counted)
-    if note.is_asked_to_stop:
-        mine[2].fill_(1.0)
-    mine[3 + run.process.rank].fill_(note.own_s)  # assigning a number to an element would wait for the device
+        is_offloaded = mine.is_cuda and counted[0].is_cpu
+        with all_cores() if is_offloaded else nullcontext():
+            mine[1] = squared_norm(counted)
+    mine[2] = note[0]
+    mine[3 + run.process.rank] = note[1]
     summed = sum_over_all(mine)
     return summed[0], summed[1], summed[2:]
 

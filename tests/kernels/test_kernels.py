@@ -7,7 +7,6 @@ from fourfold.kernels import cross_entropy, float8, update
 from fourfold.model.loss import IGNORED
 from tests.require import require_module
 
-
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -45,13 +44,15 @@ def test_a_share_that_is_all_padding_adds_nothing(statistics) -> None:
 def test_row_gradient(gradient_) -> None:
     logits_nv = normal(4, 5120)
     targets_n = torch.tensor([0, 5002, IGNORED, 9000], device=DEVICE)  # the last is in another share
-    log_sum_n = logits_nv[:, :5003].logsumexp(1) + 0.1
-    expected_nv = (logits_nv.double() - log_sum_n[:, None].double()).exp()
+    top_n, sum_n = logits_nv.amax(1), logits_nv[:, 0].exp() + 5000
+    log_sum_n = top_n.double() + sum_n.double().log()
+    statistics = cross_entropy.RowStatistics(top_n, sum_n, top_n)
+    expected_nv = (logits_nv.double() - log_sum_n[:, None]).exp()
     expected_nv[0, 0] -= 1
     expected_nv[1, 5002] -= 1
     expected_nv[2] = 0
     expected_nv[:, 5003:] = 0
-    found_nv = gradient_(logits_nv, targets_n, log_sum_n, 0, 5003, IGNORED)
+    found_nv = gradient_(logits_nv, targets_n, statistics, 0, 5003, IGNORED)
     assert found_nv is logits_nv
     torch.testing.assert_close(found_nv.double(), expected_nv, rtol=1e-5, atol=1e-9)
     assert found_nv[:, 5003:].eq(0).all() and found_nv[2].eq(0).all()
@@ -77,11 +78,14 @@ def test_update_is_adamw(is_skipped: bool) -> None:
 
 @pytest.mark.parametrize("cast", [float8.plain_cast, float8.fast_cast])
 @pytest.mark.parametrize("dtype", [float8.FORWARD, float8.BACKWARD], ids=str)
-@pytest.mark.parametrize("shape", [(48, 80), (130, 70)])
-def test_casts_are_the_nearest_numbers_of_eight_bits(cast, dtype: torch.dtype, shape: tuple[int, int]) -> None:
-    x_rc = 100 * normal(*shape).bfloat16()
+@pytest.mark.parametrize("wide", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", [(48, 80), (130, 70), (256, 384)])
+def test_casts_are_the_nearest_numbers_of_eight_bits(
+    cast, dtype: torch.dtype, wide: torch.dtype, shape: tuple[int, int]
+) -> None:
+    x_rc = 100 * normal(*shape).to(wide)
     if cast is float8.fast_cast and DEVICE == "cpu":
-        x_rc = x_rc.to(dtype).bfloat16()  # the interpreter rounds to eight bits wrongly, so nothing is left to round
+        x_rc = x_rc.to(dtype).to(wide)  # the interpreter rounds to eight bits wrongly, so nothing is left to round
     scale = float8.scale_of(x_rc, dtype)
     cast_rc, turned_cr = cast(x_rc, scale, dtype, True, True, False)
     assert cast_rc.dtype == turned_cr.dtype == dtype and turned_cr.is_contiguous()
@@ -114,7 +118,9 @@ def test_products_in_eight_bits_are_near_those_in_float64() -> None:
     a_rk, b_ck = normal(64, 256), normal(32, 256)
     bias_c = normal(32)
     scales = float8.scale_of(a_rk, float8.FORWARD), float8.scale_of(b_ck, float8.FORWARD)
-    casts = [float8.cast(x, s, float8.FORWARD).as_it_lies_rc for x, s in zip((a_rk, b_ck), scales, strict=True)]
+    casts = [
+        float8.cast(x.bfloat16(), s, float8.FORWARD).as_it_lies_rc for x, s in zip((a_rk, b_ck), scales, strict=True)
+    ]
     found_rc = float8.multiply(*casts, *scales, torch.float32, bias_c)
     expected_rc = a_rk.double() @ b_ck.double().T + bias_c
     assert (found_rc - expected_rc).norm() / expected_rc.norm() < 0.05

@@ -10,7 +10,6 @@ from tests.require import require_module
 from tests.tiny import built, tiny_model
 
 
-
 @pytest.fixture(autouse=True, params=["PyTorch's kernel", "our kernel"])
 def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ours, which GPUs run, is interpreted here."""
@@ -44,7 +43,7 @@ def step(optimizer: AdamW, gradients: Tensors, lr: float, grad_clip: float = 0.0
     for name, gradient in gradients.items():
         optimizer.placed[name].grad = gradient.clone()
     norm = squared_norm(list(optimizer.gradients().values())).sqrt()
-    optimizer.step(lr, clip_divisor(norm, grad_clip), torch.tensor(is_skipped))
+    optimizer.step(torch.tensor(lr), clip_divisor(norm, grad_clip), torch.tensor(is_skipped))
 
 
 class Reference:

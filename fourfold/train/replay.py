@@ -1,0 +1,72 @@
+"""A step recorded once as a CUDA graph and then replayed: one launch where a host needs a thousand, which takes it
+longer than a fast GPU needs to compute them.
+
+Every step is taken once: the first ones as they come, the next is recorded, which computes nothing, and replayed. Only
+for one process, where nothing is exchanged, and for models that are compiled: `compile: false` is without surprises.
+"""
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from fourfold.config.resolve import accumulation
+from fourfold.config.schema import Config
+from fourfold.data.loader import Batch
+from fourfold.mesh.process import Process
+
+log = logging.getLogger("fourfold")
+
+STEPS_BEFORE = 2
+"""In these everything is compiled, chosen and allocated that is not to be again."""
+MOST_MICRO_BATCHES = 64
+"""More would make a graph of a hundred thousand nodes."""
+
+
+def is_replayable(config: Config, process: Process) -> bool:
+    return (
+        process.device.type == "cuda"
+        and process.world_size == 1
+        and bool(config.engine.compile)
+        and not config.distributed.sharding.sharding_offload
+        and config.model.attention_probs_dropout_prob == 0.0  # its generator is seeded by the host for each step
+        and accumulation(config) <= MOST_MICRO_BATCHES
+    )
+
+
+class Replay:
+    """Calls a function of a batch and some numbers, all on the device, or replays what it recorded of such a call. What
+    the function returns is a NamedTuple of tensors."""
+
+    def __init__(self, is_possible: bool) -> None:
+        self.is_possible = is_possible
+        self.steps = 0
+        self.graph: Any = None
+
+    def __call__(self, compute: Callable[[Batch, torch.Tensor], Any], batch: Batch, numbers: torch.Tensor) -> Any:
+        self.steps += 1
+        if not self.is_possible or self.steps <= STEPS_BEFORE:
+            return compute(batch, numbers)
+        if self.graph is None and not self.record(compute, batch, numbers):
+            return compute(batch, numbers)
+        for kept, new in zip((*self.batch, self.numbers), (*batch, numbers), strict=True):
+            if kept is not None and new is not None:
+                kept.copy_(new)
+        self.graph.replay()
+        return type(self.result)(*(tensor.clone() for tensor in self.result))
+
+    def record(self, compute: Callable[[Batch, torch.Tensor], Any], batch: Batch, numbers: torch.Tensor) -> bool:
+        """Whether it could be recorded. Nothing is computed by trying."""
+        self.batch, self.numbers = batch.each(torch.clone), numbers.clone()
+        graph = torch.cuda.CUDAGraph()
+        try:
+            # other threads may go on pinning memory for batches meanwhile
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                self.result = compute(self.batch, self.numbers)
+        except torch.AcceleratorError as error:
+            log.warning(f"the step cannot be recorded ({str(error).splitlines()[0]}); the host launches every kernel")
+            self.is_possible = False
+            return False
+        self.graph = graph
+        return True
