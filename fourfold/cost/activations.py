@@ -1,7 +1,8 @@
 """Bytes of activations: what the forward of one micro batch leaves for its backward, and what a moment needs besides.
 
 The table is counted from model/gpt.py and tested against what autograd keeps. Compiling does not change it: PyTorch's
-partitioner makes neither norms, gelu nor dropout's masks again, since their uses are far apart. No torch.
+partitioner makes neither norms, gelu nor dropout's masks again, the embedding's aside, since their uses are far apart.
+No torch.
 """
 
 from typing import Literal, NamedTuple
@@ -17,7 +18,7 @@ FLOAT32_BYTES = 4
 INT64_BYTES = 8
 
 Width = Literal["hidden", "qkv", "ffn", "heads", "pair", "sequence"]
-Kind = Literal["compute", "input", "float8", "float32", "dropout", "documents"]
+Kind = Literal["compute", "input", "again", "float32", "dropout", "documents"]
 Cut = Literal["features", "sequence", "nothing"]
 
 
@@ -42,7 +43,6 @@ KEPT = (
     Kept("qkv's input", "hidden", "input", "nothing", ATTENTION),  # gathered by then, if it was cut
     Kept("queries, keys and values", "qkv", "compute", "features", ATTENTION),
     Kept("attention's output, which is out's input", "hidden", "compute", "features", ATTENTION),
-    Kept("out's input once more, in float8", "hidden", "float8", "features", ATTENTION),
     Kept("logarithms of attention's sums", "heads", "float32", "features", CORE),
     Kept("mask of documents", "sequence", "documents", "nothing", CORE),
     Kept("dropout1's mask", "hidden", "dropout", "sequence", BLOCK),
@@ -50,7 +50,7 @@ KEPT = (
     Kept("norm2's mean and deviation", "pair", "float32", "sequence", BLOCK),
     Kept("up's input", "hidden", "input", "nothing", BLOCK),
     Kept("gelu's input", "ffn", "compute", "features", BLOCK),
-    Kept("down's input", "ffn", "input", "features", BLOCK),
+    Kept("gelu's output, which is down's input", "ffn", "again", "features", BLOCK),
     Kept("dropout2's mask", "hidden", "dropout", "sequence", BLOCK),
 )
 
@@ -59,8 +59,10 @@ BEGINNINGS = {
 }
 """What recomputing a part begins from, where the table does not hold it anyway."""
 
-_CHUNK_LOGITS = 2**29  # as in model/loss.py
-_FLOAT16_ROWS = 4096
+CHUNK_LOGITS, MOST_CHUNKS = 2**28, 8
+"""The loss cuts no finer than into so many logits or chunks: each chunk is a pass over the head's gradient."""
+FLOAT16_ROWS = 4096
+"""A sum over more rows could leave float16's range, and no loss scale would help."""
 
 
 def compute_bytes(config: Config) -> int:
@@ -82,7 +84,7 @@ def element_bytes(config: Config, layer: int) -> dict[Kind, int]:
     return {
         "compute": compute,
         "input": 1 if float8 else compute,
-        "float8": int(float8),
+        "again": 0 if float8 else compute,  # in 8 bits, made again in backward
         "float32": FLOAT32_BYTES,
         "dropout": int(config.model.hidden_dropout_prob > 0.0),
         "documents": compute if config.data.reset_attention_mask else 0,
@@ -177,36 +179,42 @@ def stage_bytes(config: Config, layout: Layout, stage: PipeStage) -> int:
 
 
 def head_moment_bytes(config: Config, layout: Layout) -> int:
-    """What the loss needs besides what it keeps: in forward a chunk of logits, its input, the head's cast and a chunk's
-    gradient of it; in backward both gradients once more, scaled."""
+    """What the loss needs besides what it keeps: in forward chunks of logits, its input and the head's cast; in
+    backward both gradients once more, scaled."""
     hidden, _, vocab, _ = sizes(config.model)
     rows, tokens, compute = vocab // layout.mp, tokens_of(config), compute_bytes(config)
-    chunk = chunk_rows(tokens, rows)
-    if config.engine.use_amp and config.engine.amp_dtype == "float16":
-        chunk = min(chunk, _FLOAT16_ROWS)
-    per_logit = compute  # the gradient takes the logits' place
-    if has_float8(config) and "head" not in config.engine.float8_except:
-        per_logit += 2  # cast, as it lies and turned
-    if config.global_.device == "cpu":
-        per_logit += 3 * FLOAT32_BYTES  # where there is no kernel for it
-    forward = chunk * rows * per_logit + tokens * hidden * compute + rows * hidden * (compute + FLOAT32_BYTES)
-    backward = tokens * hidden * (compute + FLOAT32_BYTES) + rows * hidden * FLOAT32_BYTES
+    is_gpu, is_amp = config.global_.device == "gpu", bool(config.engine.use_amp)
+    is_float8_head = has_float8(config) and "head" not in config.engine.float8_except
+    chunk = chunk_rows(tokens, rows, is_amp and config.engine.amp_dtype == "float16")
+    logits = rows * chunk * compute  # the gradient takes their place
+    if is_float8_head:
+        logits += rows * chunk * 2  # cast, as it lies and turned
+    if not is_gpu:
+        logits += rows * chunk * 3 * FLOAT32_BYTES  # where there is no kernel for it
+    # in half precision a GPU's matrix unit adds a chunk's gradient of the head to that of the others itself
+    new = 0 if is_gpu and is_amp and not is_float8_head else FLOAT32_BYTES
+    forward = logits + tokens * hidden * compute + rows * hidden * (compute + new)
+    backward = tokens * hidden * compute + max(tokens, rows) * hidden * FLOAT32_BYTES  # one after the other
     return max(forward, backward)
 
 
 def block_moment_bytes(config: Config, layout: Layout, layer: int) -> int:
-    """What one block needs in backward besides what was kept: gradients, and all that it makes again."""
+    """What one block needs in backward besides what was kept: gradients, and all that it makes again. The most is there
+    when gelu's gradient is made."""
     hidden, ffn, _, _ = sizes(config.model)
-    compute = compute_bytes(config)
+    compute, ffn = compute_bytes(config), ffn // layout.mp
     again = block_bytes(config, layout, layer, None) - block_bytes(config, layout, layer, granularity(config))
     hashes = 3 * FLOAT32_BYTES if config.model.hidden_dropout_prob > 0.0 and not config.engine.compile else 0
-    gradients = tokens_of(config) * (2 * ffn // layout.mp * compute + hidden * (4 * compute + hashes))
-    return max(0, again) + gradients
+    gradients = 2 * ffn * compute + hidden * (2 * compute + hashes)
+    casts = ffn + 2 * hidden if is_float8(config, layer) else 0  # down's input turned; its gradient both ways
+    return max(0, again) + tokens_of(config) * (gradients + casts)
 
 
-def chunk_rows(num_rows: int, vocab: int) -> int:
-    """Rows of logits at a time, as model/loss.py has them."""
-    most = max(1, _CHUNK_LOGITS // vocab)
+def chunk_rows(num_rows: int, vocab: int, is_float16: bool) -> int:
+    """Rows of logits that the loss holds at a time: a power of two, which suits matrix units, or all of them."""
+    most = max(1, CHUNK_LOGITS // vocab, num_rows // MOST_CHUNKS)
+    if is_float16:
+        most = min(most, FLOAT16_ROWS)
     return num_rows if num_rows <= most else 1 << (most.bit_length() - 1)
 
 

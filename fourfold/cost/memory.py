@@ -60,9 +60,10 @@ def keeps_whole_gradients(config: Config, layout: Layout) -> bool:
 
 
 def device_state_bytes(config: Config, layout: Layout, at: Coordinate) -> StateBytes:
-    """What of the state lies on the device: with sharding_offload, what is gathered and what is not yet cut."""
+    """What of the state lies on the device: with sharding_offload, what is gathered, and gradients as long as they are
+    summed over micro batches."""
     state = state_bytes(config, layout, at)
     if not config.distributed.sharding.sharding_offload:
         return state
     shards = state.optimizer // MOMENTS
-    return StateBytes(state.weights - shards, state.gradients if keeps_whole_gradients(config, layout) else 0, 0)
+    return StateBytes(state.weights - shards, state.gradients if accumulation(config) > 1 else 0, 0)

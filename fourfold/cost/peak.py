@@ -1,7 +1,8 @@
 """The most that a rank holds on its device in a step, as the larger of two moments: when forward has ended and every
 activation is there, and when backward has ended and every gradient is. In between, one goes as the other comes.
 
-What the allocator and the driver take beyond it is not counted: `ROOM` leaves something for them.
+What the allocator and the driver take beyond it is not counted: `ROOM` leaves something for them. A step that is
+recorded and replayed (train/replay.py) has the same peak.
 """
 
 from typing import NamedTuple
@@ -30,6 +31,8 @@ from fourfold.layout.stages import PipeStage
 
 ROOM = 0.9
 """The part of a device's memory that a forecast may fill."""
+WORKSPACE_BYTES = 100 * 2**20
+"""cuBLAS has one for each stream, and small things add up: what measured peaks on an H200 have beyond the tables."""
 GATHERED_BLOCKS = 2
 """The one that computes and the one that is fetched ahead."""
 
@@ -51,6 +54,7 @@ def peak_bytes(config: Config, layout: Layout, at: Coordinate) -> Peak:
         pipe_buffer_bytes(config, layout, stages, micro_batches)
         + cast_bytes(config, layout, stages)
         + gathered_bytes(config, layout, stages)
+        + (WORKSPACE_BYTES if config.global_.device == "gpu" else 0)
     )
     # gradients of earlier micro batches are there when a forward ends
     before = state.total - (state.gradients if micro_batches == 1 else 0)

@@ -122,10 +122,10 @@ class Block(nn.Module):
         super().__init__()
         self.norm1 = LayerNorm(model.hidden_size)
         self.attention = Attention(model, layer)
-        self.dropout1 = Dropout(model.hidden_dropout_prob, site=2 * layer + 1)
+        self.dropout1 = Dropout(model.hidden_dropout_prob, site=1)
         self.norm2 = LayerNorm(model.hidden_size)
         self.feedforward = FeedForward(model)
-        self.dropout2 = Dropout(model.hidden_dropout_prob, site=2 * layer + 2)
+        self.dropout2 = Dropout(model.hidden_dropout_prob, site=2)
 
     def forward(
         self,
@@ -228,8 +228,10 @@ class GPT(nn.Module):
         if self.embedding is not None:
             x = self.embedding(x, sample_keys_b, 0 if cache is None else cache.length, positions_bt)
         may_look_b1tt = None if documents_bt is None else block_causal(documents_bt)
-        for block in self.blocks.values():
-            x = block(x, sample_keys_b, cache, may_look_b1tt)
+        for layer, block in zip(self.stage.layers, self.blocks.values(), strict=True):
+            # told from outside which layer it is, a block is the same code as all others, and compiled once for all
+            keys_b = None if sample_keys_b is None else sample_keys_b + 2 * layer
+            x = block(x, keys_b, cache, may_look_b1tt)
         if self.head is not None:
             assert self.norm is not None
             x = self.head(self.norm(x), targets_bt)

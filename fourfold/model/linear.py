@@ -187,6 +187,7 @@ class PlainHead:
             torch.addmm(dweight_vd, self.dlogits_nv.T, self.x_nd, out_dtype=torch.float32, out=dweight_vd)
         else:
             dweight_vd += self.dlogits_nv.T @ self.x_nd
+        del self.dlogits_nv
 
 
 class Float8Head:
@@ -208,3 +209,4 @@ class Float8Head:
         dweight_vd += float8.multiply(
             self.turned_vn, self.x_turned_dn, self.gradient_scale, self.x_scale, torch.float32
         )
+        del self.turned_vn, self.x_turned_dn

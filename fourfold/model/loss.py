@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from fourfold.cost.activations import chunk_rows
 from fourfold.kernels.cross_entropy import RowStatistics, row_gradient_, row_statistics
 from fourfold.model.linear import HeadProducts, PlainHead
 
@@ -30,16 +31,6 @@ class Vocabulary:
 
 WHOLE = Vocabulary()
 
-_CHUNK_LOGITS = 2**28  # 512 MiB of bfloat16 logits at a time, at most: large enough for full-speed products
-
-_FLOAT16_ROWS = 4096  # a sum over more rows could leave float16's range, and no loss scale would help
-
-
-def chunk_rows(num_rows: int, vocab: int) -> int:
-    """Rows per chunk: a power of two, which suits matrix units, or all of them."""
-    most = max(1, _CHUNK_LOGITS // vocab)
-    return num_rows if num_rows <= most else 1 << (most.bit_length() - 1)
-
 
 class _SummedCrossEntropy(torch.autograd.Function):
     @staticmethod
@@ -56,9 +47,7 @@ class _SummedCrossEntropy(torch.autograd.Function):
         head = products(weight_vd, x_nd.dtype)
         dx_nd, dw_vd = torch.empty_like(x_nd), torch.zeros_like(weight_vd, dtype=torch.float32)
         first, width = vocabulary.first, min(max(vocab_size - vocabulary.first, 0), len(weight_vd))
-        step = chunk_rows(len(x_nd), len(weight_vd))
-        if x_nd.dtype == torch.float16:
-            step = min(step, _FLOAT16_ROWS)
+        step = chunk_rows(len(x_nd), len(weight_vd), x_nd.dtype == torch.float16)
         found = []
         for begin in range(0, len(x_nd), step):
             rows = slice(begin, begin + step)
@@ -70,6 +59,8 @@ class _SummedCrossEntropy(torch.autograd.Function):
                 gradient_rv = row_gradient_(logits_rv, targets_n[rows], statistics, first, width, IGNORED)
                 head.gradient(gradient_rv, out=dx_nd[rows])
                 head.add_weight_gradient_(dw_vd)
+                del gradient_rv
+            del logits_rv  # before the next chunk's are made
         if wants_grad:
             ctx.save_for_backward(dx_nd, dw_vd)
         top_n, sum_n, picked_n = torch.cat(found, 1)

@@ -73,7 +73,8 @@ def remedies(config: Config, layout: Layout) -> list[str]:
         found = [] if model.recompute_granularity == "full" else ["recompute_granularity to full"]
     if layout.mp > 1 and not distributed.sequence_parallel:
         found.append("sequence_parallel to true")
-    if layout.sharding > 1 and distributed.sharding.sharding_stage < 3:
+    sharding = distributed.sharding
+    if layout.sharding > 1 and sharding.sharding_stage < 3 and not sharding.sharding_offload:  # it frees as much
         found.append("sharding_stage to 3")
     return [*found, f"sharding_degree above {layout.sharding}", f"mp_degree above {layout.mp}"]
 

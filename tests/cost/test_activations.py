@@ -13,12 +13,14 @@ from fourfold.config.load import load_config
 from fourfold.config.resolve import legal_micro_batch_sizes, resolve, with_micro_batch_size
 from fourfold.config.schedules import INTERLEAVED, is_count_legal
 from fourfold.config.schema import Config, Schedule
-from fourfold.cost.activations import chunk_rows, forwards_in_flight, stage_bytes
-from fourfold.cost.memory import state_bytes
+from fourfold.cost import activations
+from fourfold.cost.activations import forwards_in_flight, stage_bytes
+from fourfold.cost.memory import device_state_bytes, state_bytes
 from fourfold.cost.peak import candidate_sizes, fitting_micro_batch_size, largest_peak, peak_bytes
 from fourfold.layout.layout import Coordinate, Layout
 from fourfold.layout.stages import stage_indices, stages_per_rank, whole_model
-from fourfold.model import loss
+from fourfold.model.linear import PlainHead
+from fourfold.model.loss import summed_cross_entropy
 from fourfold.parallelize.apply import parallelize
 from fourfold.train.rehearse import fake_processes
 from tests.tiny import built, random_tokens
@@ -26,15 +28,18 @@ from tests.tiny import built, random_tokens
 GIB = 2**30
 FIRST = Coordinate(0, 0, 0, 0)
 
-# torch.cuda.max_memory_allocated on one H200, in GiB: compiled, bfloat16, one micro batch, sequences of 1,024 tokens
-MEASURED = {
-    ("gpt2-en", 64): 21.3,
-    ("gpt3-345M", 32): 32.0,
-    ("gpt3-345M", 64): 55.7,
-    ("gpt3-1.3B", 16): 42.4,
-    ("gpt3-1.3B", 32): 67.2,
-    ("gpt3-6.7B", 4): 105.0,
-}
+# torch.cuda.max_memory_allocated on one H200, in GiB: compiled, one micro batch of sequences of 1,024 tokens, bfloat16
+# unless a key says otherwise
+MEASURED: list[tuple[str, int, dict[str, object], float]] = [
+    ("gpt2-en", 64, {}, 20.97),
+    ("gpt2-en", 64, {"hidden_dropout_prob": 0.1}, 22.09),
+    ("gpt3-345M", 32, {}, 32.0),
+    ("gpt3-345M", 64, {}, 55.7),
+    ("gpt3-1.3B", 16, {}, 42.59),
+    ("gpt3-1.3B", 16, {"amp_dtype": "float8"}, 33.97),
+    ("gpt3-1.3B", 32, {}, 67.2),
+    ("gpt3-6.7B", 4, {}, 105.0),
+]
 
 
 def config_of(world_size: int = 1, has_gpu: bool = True, **keys: object) -> Config:
@@ -52,10 +57,19 @@ def peak_of(world_size: int = 1, **keys: object) -> float:
     return largest_peak(config, layout) / GIB
 
 
-@pytest.mark.parametrize(("preset", "batch"), MEASURED)
-def test_the_forecast_is_within_a_tenth_of_what_was_measured(preset: str, batch: int) -> None:
-    found = peak_of(model_name_or_path=preset, global_batch_size=batch)
-    assert found == pytest.approx(MEASURED[preset, batch], rel=0.1)
+@pytest.mark.parametrize(("preset", "batch", "keys", "measured"), MEASURED)
+def test_the_forecast_is_within_a_tenth_of_what_was_measured(
+    preset: str, batch: int, keys: dict[str, object], measured: float
+) -> None:
+    found = peak_of(model_name_or_path=preset, global_batch_size=batch, **keys)
+    assert found == pytest.approx(measured, rel=0.1)
+
+
+def test_a_machine_without_a_gpu_forecasts_the_same_for_one() -> None:
+    elsewhere = config_of(has_gpu=False, device="gpu")
+    assert elsewhere == config_of(has_gpu=True, device="gpu")
+    assert elsewhere.engine.use_amp and elsewhere.engine.compile
+    assert largest_peak(elsewhere, Layout()) == largest_peak(config_of(), Layout())
 
 
 class Allocations(TorchDispatchMode):
@@ -110,9 +124,10 @@ def test_the_table_is_what_autograd_keeps_where_attention_stays_within_documents
 
 
 def test_the_table_is_what_autograd_keeps_in_float8() -> None:
-    """On a CPU attention keeps all four of its tensors in float32: 8 bytes more of a hidden size than on a GPU."""
+    """On a CPU attention keeps all four of its tensors in float32, and out its input beside them: 10 bytes more of a
+    hidden size than on a GPU."""
     float8 = {"mp_degree": 1, "use_amp": True, "amp_dtype": "float8"}
-    assert_kept_as_forecast(SMALL | float8, more_bytes=8 * 3 * 8 * 32 * 64)
+    assert_kept_as_forecast(SMALL | float8, more_bytes=10 * 3 * 8 * 32 * 64)
 
 
 def assert_kept_as_forecast(keys: dict[str, Any], more_bytes: int = 0) -> None:
@@ -150,10 +165,22 @@ def test_a_compiled_model_keeps_the_same() -> None:
     assert found == pytest.approx(stage_bytes(config, Layout(), whole_model(3)), rel=0.02)
 
 
-def test_chunks_of_logits_are_those_of_the_loss() -> None:
-    for rows in (1, 1000, 65536):
-        for vocab in (128, 6288, 50304, 2**29):
-            assert chunk_rows(rows, vocab) == loss.chunk_rows(rows, vocab)
+def test_the_loss_holds_one_chunk_of_logits_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(activations, "CHUNK_LOGITS", 2 * 128)
+    made: list[StorageWeakRef] = []
+    alive: list[int] = []
+
+    class Watched(PlainHead):
+        def logits(self, x_nd: torch.Tensor) -> torch.Tensor:
+            found = super().logits(x_nd)
+            made.append(StorageWeakRef(found.untyped_storage()))
+            alive.append(sum(not each.expired() for each in made))
+            return found
+
+    x_btd, weight_vd = torch.randn(1, 64, 8, requires_grad=True), torch.randn(128, 8, requires_grad=True)
+    summed_cross_entropy(x_btd, weight_vd, random_tokens(1, 64, 128), 128, products=Watched)
+    assert len(made) == activations.MOST_CHUNKS
+    assert max(alive) == 1
 
 
 # What makes it more and what less
@@ -201,6 +228,13 @@ def test_offloaded_state_is_not_on_the_device() -> None:
     keys = {"use_recompute": True, "global_batch_size": 1}
     assert peak_of(sharding_offload=True, **keys) < 4.0
     assert peak_of(**keys) > 19.0
+
+
+def test_offloaded_gradients_are_on_the_device_as_long_as_they_are_summed() -> None:
+    keys = {"sharding_offload": True, "micro_batch_size": 1}
+    states = [device_state_bytes(config_of(global_batch_size=size, **keys), Layout(), FIRST) for size in (1, 2)]
+    assert states[0].total == 0
+    assert states[1] == (0, state_bytes(config_of(), Layout(), FIRST).gradients, 0)
 
 
 def test_sharding_takes_less_by_stage() -> None:

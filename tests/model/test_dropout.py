@@ -119,7 +119,16 @@ def test_every_place_in_a_model_has_a_mask_of_its_own_and_keeps_it_on_a_pipe_sta
     model = tiny_model(num_layers=4, hidden_dropout_prob=P)
 
     def sites(gpt: GPT) -> dict[str, int]:
-        return {name: module.site for name, module in gpt.named_modules() if isinstance(module, Dropout)}
+        """What each adds to a sample's key, with what it was told by the model."""
+        found = {}
+        for name, module in gpt.named_modules():
+            if isinstance(module, Dropout):
+                hook = lambda module, inputs, name=name: found.update({name: int(inputs[1][0]) + module.site})  # noqa: E731
+                module.register_forward_pre_hook(hook)
+        tokens = torch.zeros(1, 4, dtype=torch.int64)
+        x = tokens if gpt.stage.has_embedding else torch.zeros(1, 4, model.hidden_size)
+        gpt(x, tokens, torch.zeros(1, dtype=torch.int64))
+        return found
 
     whole = sites(built(model))
     assert len(whole) == len(set(whole.values())) == 1 + 2 * 4

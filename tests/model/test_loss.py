@@ -2,8 +2,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fourfold.model import loss as module
-from fourfold.model.loss import IGNORED, chunk_rows, summed_cross_entropy
+from fourfold.cost import activations
+from fourfold.cost.activations import chunk_rows
+from fourfold.model.loss import IGNORED, summed_cross_entropy
 
 
 def inputs(dtype: torch.dtype, vocab: int = 128) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -29,7 +30,8 @@ def reference(x_btd: torch.Tensor, weight_vd: torch.Tensor, targets_bt: torch.Te
 def test_value_and_gradients_are_those_of_cross_entropy(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, tolerance: float, chunk_logits: int
 ) -> None:
-    monkeypatch.setattr(module, "_CHUNK_LOGITS", chunk_logits)
+    monkeypatch.setattr(activations, "CHUNK_LOGITS", chunk_logits)
+    monkeypatch.setattr(activations, "MOST_CHUNKS", 2**20)
     x_btd, weight_vd, targets_bt = inputs(dtype)
     expected = reference(x_btd, weight_vd, targets_bt, 97)
     expected_grads = torch.autograd.grad(0.37 * expected, (x_btd, weight_vd))
@@ -78,9 +80,10 @@ def test_without_gradients_the_value_is_the_same() -> None:
     assert torch.equal(alone, summed_cross_entropy(x_btd, weight_vd, targets_bt, 97))
 
 
-@pytest.mark.parametrize("num_rows", [1, 7, 8, 1000, 8192])
+@pytest.mark.parametrize("num_rows", [1, 7, 8, 1000, 8192, 65536])
 @pytest.mark.parametrize("vocab", [128, 50304])
 def test_a_chunk_never_holds_more_logits_than_allowed(num_rows: int, vocab: int) -> None:
-    rows = chunk_rows(num_rows, vocab)
+    rows = chunk_rows(num_rows, vocab, is_float16=False)
     assert 1 <= rows <= num_rows
-    assert rows * vocab <= module._CHUNK_LOGITS + vocab  # equal chunks round up by less than a row
+    assert rows * vocab <= activations.CHUNK_LOGITS or rows <= num_rows / activations.MOST_CHUNKS
+    assert chunk_rows(num_rows, vocab, is_float16=True) <= activations.FLOAT16_ROWS

@@ -82,6 +82,7 @@ RECOMPUTE = {"use_recompute": True}
 UNTIED = {"tie_word_embeddings": False}
 BF16 = {"use_amp": True, "amp_dtype": "bfloat16"}
 FP16 = {"use_amp": True, "amp_dtype": "float16"}
+FLOAT8 = {"use_amp": True, "amp_dtype": "float8"}
 # overflows whatever the layout, so every step is skipped, on all ranks or the run hangs
 OVERFLOW = {"scale_loss": 2.0**100}
 # a space ends a document here, so that every sequence holds several
@@ -146,6 +147,8 @@ def _cases() -> list[Case]:
         add(f"{name}-untied", keys, UNTIED)
         add(f"{name}-bf16", keys, BF16, tolerance=5e-3)
         add(f"{name}-fp16", keys, FP16, tolerance=5e-3)
+        # each rank scales what it has; what differs then is the rounding of the smallest numbers
+        add(f"{name}-float8", keys, FLOAT8, tolerance=5e-3)
     add("sd2-pp2-stage2-fp16-overflow", layout(sd=2, pp=2, stage=2), FP16, OVERFLOW)
     add("pp2-uneven", layout(pp=2), {"num_layers": 5})
     add("pp4-uneven", layout(pp=4), {"num_layers": 7})

@@ -76,6 +76,8 @@ def test_remedies_are_what_is_not_yet_done(tmp_path: Path) -> None:
         "sharding_degree above 2",
         "mp_degree above 2",
     ]
+    offloaded = tiny_config(tmp_path, sharding_offload=True, **keys)
+    assert "sharding_stage to 3" not in remedies(offloaded, layout), "it behaves so already"
 
 
 @pytest.mark.parametrize("device", ["cpu", "gpu"])
