@@ -47,9 +47,12 @@ def row_gradient_(
     if is_fast(logits_nv):
         return fast_row_gradient_(logits_nv, targets_n, statistics, first, width, ignored)
     log_sum_n = statistics.top_n + statistics.sum_n.log()
-    is_target_nv = torch.arange(width, device=targets_n.device) == (targets_n - first)[:, None]
-    gradient_nv = (logits_nv[:, :width].float() - log_sum_n[:, None]).exp_() - is_target_nv.float()
-    logits_nv[:, :width] = gradient_nv * (targets_n != ignored)[:, None]
+    gradient_nv = (logits_nv[:, :width].float() - log_sum_n[:, None]).exp_()
+    column_n = targets_n - first
+    if width:
+        is_here_n1 = ((column_n >= 0) & (column_n < width))[:, None]
+        gradient_nv.scatter_add_(1, column_n.clamp(0, width - 1)[:, None], -is_here_n1.float())
+    logits_nv[:, :width] = gradient_nv.mul_((targets_n != ignored)[:, None])
     logits_nv[:, width:] = 0.0
     return logits_nv
 

@@ -22,6 +22,8 @@ def update_(
     """`numbers`, on the device: the divisor of gradients, the learning rate, the corrections 1 - beta ** step of both
     moments, and 1 where nothing is to happen."""
     size, block = weight.numel(), 1024
+    if not size:  # a rank may have no share of a small tensor
+        return
     code.adamw_update[(-(-size // block),)](
         weight, gradient, mean, square, numbers, size, *betas, epsilon, decay, BLOCK=block
     )
