@@ -33,7 +33,9 @@ def row_statistics(
 
 
 @triton.jit
-def row_gradient(logits, targets, top, total, stride, first, width, stored, IGNORED: tl.constexpr, BLOCK: tl.constexpr):
+def row_gradient(
+    logits, targets, top, total, weight, stride, first, width, stored, IGNORED: tl.constexpr, BLOCK: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
     logits += row * stride
     target = tl.load(targets + row)
@@ -41,7 +43,7 @@ def row_gradient(logits, targets, top, total, stride, first, width, stored, IGNO
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(logits + at, mask=at < width, other=LOWEST).to(tl.float32)
     gradient = tl.exp(x - log_sum) - tl.where(at == target - first, 1.0, 0.0)
-    gradient = tl.where((at < width) & (target != IGNORED), gradient, 0.0)
+    gradient = tl.where((at < width) & (target != IGNORED), gradient * tl.load(weight), 0.0)
     tl.store(logits + at, gradient.to(logits.dtype.element_ty), mask=at < stored)
 
 

@@ -41,18 +41,25 @@ def row_statistics(logits_nv: torch.Tensor, targets_n: torch.Tensor, first: int,
 
 
 def row_gradient_(
-    logits_nv: torch.Tensor, targets_n: torch.Tensor, statistics: RowStatistics, first: int, width: int, ignored: int
+    logits_nv: torch.Tensor,
+    targets_n: torch.Tensor,
+    statistics: RowStatistics,
+    weight: torch.Tensor,
+    first: int,
+    width: int,
+    ignored: int,
 ) -> torch.Tensor:
-    """Softmax minus one-hot, written over the logits; zero in padding and in rows whose target is ignored."""
+    """Softmax minus one-hot, times a weight, written over the logits; zero in padding and where the target is ignored.
+    The weight is multiplied in float32, before rounding: rounded itself, it would bias all gradients the same way."""
     if is_fast(logits_nv):
-        return fast_row_gradient_(logits_nv, targets_n, statistics, first, width, ignored)
+        return fast_row_gradient_(logits_nv, targets_n, statistics, weight, first, width, ignored)
     log_sum_n = statistics.top_n + statistics.sum_n.log()
     gradient_nv = (logits_nv[:, :width].float() - log_sum_n[:, None]).exp_()
     column_n = targets_n - first
     if width:
         is_here_n1 = ((column_n >= 0) & (column_n < width))[:, None]
         gradient_nv.scatter_add_(1, column_n.clamp(0, width - 1)[:, None], -is_here_n1.float())
-    logits_nv[:, :width] = gradient_nv.mul_((targets_n != ignored)[:, None])
+    logits_nv[:, :width] = gradient_nv.mul_(torch.where(targets_n != ignored, weight, 0.0)[:, None])
     logits_nv[:, width:] = 0.0
     return logits_nv
 
@@ -66,12 +73,18 @@ def fast_row_statistics(logits_nv: torch.Tensor, targets_n: torch.Tensor, first:
 
 
 def fast_row_gradient_(
-    logits_nv: torch.Tensor, targets_n: torch.Tensor, statistics: RowStatistics, first: int, width: int, ignored: int
+    logits_nv: torch.Tensor,
+    targets_n: torch.Tensor,
+    statistics: RowStatistics,
+    weight: torch.Tensor,
+    first: int,
+    width: int,
+    ignored: int,
 ) -> torch.Tensor:
     rows, stored = logits_nv.shape
     block = 1024
     code.row_gradient[(rows, -(-stored // block))](
-        logits_nv, targets_n, *statistics[:2], logits_nv.stride(0), first, width, stored, IGNORED=ignored,
+        logits_nv, targets_n, *statistics[:2], weight, logits_nv.stride(0), first, width, stored, IGNORED=ignored,
         BLOCK=block, num_warps=4,
     )  # fmt: skip
     return logits_nv

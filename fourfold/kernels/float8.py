@@ -28,7 +28,11 @@ TILE = 128
 def scale_of(x_rc: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The power of two that brings the largest magnitude just below the format's end; 1 for zeros. First by row: the
     compiler makes that part of whatever wrote the rows."""
-    most = x_rc.abs().amax(-1).amax().float()
+    return scale_up_to(x_rc.abs().amax(-1).amax().float(), dtype)
+
+
+def scale_up_to(most: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The scale of numbers of which none is larger."""
     scale = torch.exp2(torch.floor(torch.log2(torch.finfo(dtype).max / most)))
     return torch.where(most > 0.0, scale.clamp(2.0**-100, 2.0**100), 1.0)
 

@@ -174,9 +174,13 @@ class Head(nn.Module):
         self.weight = nn.Parameter(torch.empty(vocab, hidden))
         self.products: type[PlainHead | Float8Head] = PlainHead
 
-    def forward(self, x_btd: torch.Tensor, targets_bt: torch.Tensor | None) -> torch.Tensor:
+    def forward(
+        self, x_btd: torch.Tensor, targets_bt: torch.Tensor | None, loss_weight: torch.Tensor | None = None
+    ) -> torch.Tensor:
         if targets_bt is not None:
-            return summed_cross_entropy(x_btd, self.weight, targets_bt, self.vocab_size, products=self.products)
+            return summed_cross_entropy(
+                x_btd, self.weight, targets_bt, self.vocab_size, products=self.products, weight=loss_weight
+            )
         return F.linear(x_btd, self.weight.to(x_btd.dtype))[..., : self.vocab_size]
 
 
@@ -222,9 +226,10 @@ class GPT(nn.Module):
         cache: KeyValueCache | None = None,
         positions_bt: torch.Tensor | None = None,
         documents_bt: torch.Tensor | None = None,
+        loss_weight: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """`positions_bt` where they are not 0, 1, 2 and so on; `documents_bt`, a number per document, where attention
-        is to stay within documents."""
+        is to stay within documents; `loss_weight`, what gradients are weighted by (see `summed_cross_entropy`)."""
         if self.embedding is not None:
             x = self.embedding(x, sample_keys_b, 0 if cache is None else cache.length, positions_bt)
         may_look_b1tt = None if documents_bt is None else block_causal(documents_bt)
@@ -234,5 +239,5 @@ class GPT(nn.Module):
             x = block(x, keys_b, cache, may_look_b1tt)
         if self.head is not None:
             assert self.norm is not None
-            x = self.head(self.norm(x), targets_bt)
+            x = self.head(self.norm(x), targets_bt, loss_weight)
         return x

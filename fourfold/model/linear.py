@@ -159,19 +159,20 @@ class _Float8Linear(torch.autograd.Function):
 
 
 class HeadProducts(Protocol):
-    """The head's three products for one chunk of rows after the other."""
+    """The head's three products for one chunk of rows after the other. Made of the weight, the dtype of what goes in,
+    and the largest that an element of the logits' gradient can be."""
 
     def logits(self, x_nd: torch.Tensor) -> torch.Tensor: ...
 
     def gradient(self, dlogits_nv: torch.Tensor, out: torch.Tensor) -> None:
-        """Of the last chunk's rows. No element of `dlogits_nv` is above 1."""
+        """Of the last chunk's rows."""
 
     def add_weight_gradient_(self, dweight_vd: torch.Tensor) -> None:
         """Add that of the last chunk to a float32 tensor."""
 
 
 class PlainHead:
-    def __init__(self, weight_vd: torch.Tensor, dtype: torch.dtype) -> None:
+    def __init__(self, weight_vd: torch.Tensor, dtype: torch.dtype, most: torch.Tensor) -> None:
         self.weight_vd = weight_vd.to(dtype)
 
     def logits(self, x_nd: torch.Tensor) -> torch.Tensor:
@@ -191,10 +192,10 @@ class PlainHead:
 
 
 class Float8Head:
-    def __init__(self, weight_vd: torch.Tensor, dtype: torch.dtype) -> None:
+    def __init__(self, weight_vd: torch.Tensor, dtype: torch.dtype, most: torch.Tensor) -> None:
         self.weight = cast_weight(weight_vd)
         self.dtype = dtype
-        self.gradient_scale = weight_vd.new_full((), 2.0**15, dtype=torch.float32)  # 1 comes near e5m2's end
+        self.gradient_scale = float8.scale_up_to(most, float8.BACKWARD)
 
     def logits(self, x_nd: torch.Tensor) -> torch.Tensor:
         self.x_scale = float8.scale_of(x_nd, float8.FORWARD)

@@ -42,9 +42,11 @@ class _SummedCrossEntropy(torch.autograd.Function):
         vocab_size: int,
         wants_grad: bool,
         vocabulary: Vocabulary,
-        products: Callable[[torch.Tensor, torch.dtype], HeadProducts],
+        products: Callable[[torch.Tensor, torch.dtype, torch.Tensor], HeadProducts],
+        weight: torch.Tensor | None,
     ) -> torch.Tensor:
-        head = products(weight_vd, x_nd.dtype)
+        factor = torch.ones((), device=x_nd.device) if weight is None else weight
+        head = products(weight_vd, x_nd.dtype, factor)
         dx_nd, dw_vd = torch.empty_like(x_nd), torch.zeros_like(weight_vd, dtype=torch.float32)
         first, width = vocabulary.first, min(max(vocab_size - vocabulary.first, 0), len(weight_vd))
         step = chunk_rows(len(x_nd), len(weight_vd), x_nd.dtype == torch.float16)
@@ -56,21 +58,23 @@ class _SummedCrossEntropy(torch.autograd.Function):
             found.append(torch.stack(statistics))
             if wants_grad:
                 # d loss / d logits = softmax - one-hot, zero where the target does not count
-                gradient_rv = row_gradient_(logits_rv, targets_n[rows], statistics, first, width, IGNORED)
+                gradient_rv = row_gradient_(logits_rv, targets_n[rows], statistics, factor, first, width, IGNORED)
                 head.gradient(gradient_rv, out=dx_nd[rows])
                 head.add_weight_gradient_(dw_vd)
                 del gradient_rv
             del logits_rv  # before the next chunk's are made
         if wants_grad:
             ctx.save_for_backward(dx_nd, dw_vd)
+            ctx.is_weighed = weight is not None
         top_n, sum_n, picked_n = torch.cat(found, 1)
         return torch.where(targets_n != IGNORED, top_n + sum_n.log() - picked_n, 0.0).sum(0, keepdim=True)
 
     @staticmethod
     def backward(ctx: Any, grad_total: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         dx_nd, dw_vd = ctx.saved_tensors
-        # in float32 before rounding: a rounded factor would bias every gradient the same way
-        return (dx_nd * grad_total).to(dx_nd.dtype), dw_vd * grad_total, None, None, None, None, None
+        if not ctx.is_weighed:  # in float32 before rounding, as there
+            dx_nd, dw_vd = (dx_nd * grad_total).to(dx_nd.dtype), dw_vd * grad_total
+        return dx_nd, dw_vd, None, None, None, None, None, None
 
 
 @torch.compiler.disable(reason="it has nothing to add to these kernels, and would trace every chunk")
@@ -80,13 +84,15 @@ def summed_cross_entropy(
     targets_bt: torch.Tensor,
     vocab_size: int,
     vocabulary: Vocabulary = WHOLE,
-    products: Callable[[torch.Tensor, torch.dtype], HeadProducts] = PlainHead,
+    products: Callable[[torch.Tensor, torch.dtype, torch.Tensor], HeadProducts] = PlainHead,
+    weight: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Loss summed over all positions whose target is not IGNORED, in float32, of shape (1,).
 
-    `weight_vd` may be a share of the rows: the gradient of `x_btd` is then that share's part of it.
+    `weight_vd` may be a share of the rows: the gradient of `x_btd` is then that share's part of it. Where a `weight` is
+    given, gradients are those of weight times the sum whatever reaches backward: they need no second pass then.
     """
     x_nd, targets_n = x_btd.flatten(0, 1), targets_bt.flatten()
     return _SummedCrossEntropy.apply(
-        x_nd, weight_vd, targets_n, vocab_size, torch.is_grad_enabled(), vocabulary, products
+        x_nd, weight_vd, targets_n, vocab_size, torch.is_grad_enabled(), vocabulary, products, weight
     )

@@ -42,8 +42,9 @@ class Accumulated:
         total = torch.zeros(1, device=batch.tokens_bt.device)
         for index, micro in enumerate(split_batch(batch, self.micro_batches)):
             set_micro_batch(self.gpt, self.stage, is_last=index == self.micro_batches - 1)
-            loss = self.gpt(micro.tokens_bt, micro.targets_bt, micro.sample_keys_b, **boundary_tensors(micro))
-            (loss * weight).sum().backward()
+            beside = boundary_tensors(micro)
+            loss = self.gpt(micro.tokens_bt, micro.targets_bt, micro.sample_keys_b, loss_weight=weight, **beside)
+            loss.sum().backward()
             total += loss.detach()
         return total
 

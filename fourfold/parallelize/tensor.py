@@ -124,12 +124,19 @@ def positions_share(module: Any, region: Region, positions: torch.Tensor) -> tor
     return F.embedding(positions, module.weight)
 
 
-def vocabulary_head(module: Any, region: Region, x_btd: torch.Tensor, targets_bt: torch.Tensor | None) -> torch.Tensor:
+def vocabulary_head(
+    module: Any,
+    region: Region,
+    x_btd: torch.Tensor,
+    targets_bt: torch.Tensor | None,
+    loss_weight: torch.Tensor | None = None,
+) -> torch.Tensor:
     """Holds the logits of some tokens; only three numbers per position are ever exchanged for the loss."""
     assert targets_bt is not None, "a model under mp gives losses, not logits"
     vocabulary = SharedVocabulary(region, module.weight.shape[0])
+    x_btd, weight_vd = enter(x_btd, region), local(module.weight)
     return summed_cross_entropy(
-        enter(x_btd, region), local(module.weight), targets_bt, module.vocab_size, vocabulary, module.products
+        x_btd, weight_vd, targets_bt, module.vocab_size, vocabulary, module.products, loss_weight
     )
 
 

@@ -52,7 +52,9 @@ def test_row_gradient(gradient_) -> None:
     expected_nv[1, 5002] -= 1
     expected_nv[2] = 0
     expected_nv[:, 5003:] = 0
-    found_nv = gradient_(logits_nv, targets_n, statistics, 0, 5003, IGNORED)
+    expected_nv *= 0.37
+    weight = torch.tensor(0.37, device=DEVICE)
+    found_nv = gradient_(logits_nv, targets_n, statistics, weight, 0, 5003, IGNORED)
     assert found_nv is logits_nv
     torch.testing.assert_close(found_nv.double(), expected_nv, rtol=1e-5, atol=1e-9)
     assert found_nv[:, 5003:].eq(0).all() and found_nv[2].eq(0).all()

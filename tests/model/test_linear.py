@@ -19,17 +19,14 @@ def inputs() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 def error(found: torch.Tensor, exact: torch.Tensor) -> float:
-    return float((found.double() - exact).norm() / exact.norm())
+    return float((found.double() - exact).detach().norm() / exact.detach().norm())
 
 
-@pytest.mark.parametrize("has_gelu", [False, True])
-@pytest.mark.parametrize("keeps_input", [False, True])
+@pytest.mark.parametrize(("has_gelu", "keeps_input"), [(False, False), (False, True), (True, True)])
 @pytest.mark.parametrize("frees_weight", [False, True])
 def test_products_in_eight_bits_and_their_gradients_are_near_those_in_float64(
     has_gelu: bool, keeps_input: bool, frees_weight: bool
 ) -> None:
-    if has_gelu and not keeps_input:
-        pytest.skip("gelu needs its input in backward, so it is kept")
     x, weight, bias, dy = inputs()
     product = Float8Product(has_gelu, keeps_input, frees_weight)
     y = product(x, weight, bias)

@@ -47,6 +47,16 @@ def test_value_and_gradients_are_those_of_cross_entropy(
         assert error < tolerance
 
 
+def test_a_weight_is_that_of_the_gradients_alone() -> None:
+    x_btd, weight_vd, targets_bt = inputs(torch.float32)
+    plain = summed_cross_entropy(x_btd, weight_vd, targets_bt, 97)
+    wanted = torch.autograd.grad((0.37 * plain).sum(), (x_btd, weight_vd))
+    found = summed_cross_entropy(x_btd, weight_vd, targets_bt, 97, weight=torch.tensor(0.37))
+    assert found.equal(plain)
+    for gradient, expected in zip(torch.autograd.grad(found.sum(), (x_btd, weight_vd)), wanted, strict=True):
+        torch.testing.assert_close(gradient, expected, rtol=1e-5, atol=1e-7)
+
+
 def test_positions_that_do_not_count_have_exactly_no_gradient() -> None:
     x_btd, weight_vd, targets_bt = inputs(torch.float32)
     [grad_btd] = torch.autograd.grad(summed_cross_entropy(x_btd, weight_vd, targets_bt, 97).sum(), x_btd)
