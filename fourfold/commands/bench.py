@@ -32,7 +32,7 @@ Times whole optimizer steps, each contender and size in a process of its own: on
   --fp8            short for --amp_dtype float8; peers compute in bfloat16 all the same
   --against A,B    peers in the same run: nanogpt (a clone at --peer_path), hf (transformers, installed)
   --peer_path DIR  where nanoGPT's model.py lies (.)
-  --warmup N       steps before timing (5)
+  --warmup N       steps before timing, at least 3 (5)
   --steps N        timed steps, of which the median counts (20)
   --json FILE      also write the figures there, with the spread of the steps and the last gradient norm
 

@@ -221,7 +221,7 @@ def _compiled_pipe(config: Config, layout: Layout) -> Iterator[str]:
 
 
 def _float8(config: Config, layout: Layout) -> Iterator[str]:
-    if config.engine.amp_dtype != "float8" or not config.engine.use_amp:
+    if config.engine.amp_dtype != "float8":
         return
     model, step = config.model, FLOAT8_MULTIPLE
     rows = known(config.global_.micro_batch_size) * config.data.max_seq_len
@@ -229,6 +229,9 @@ def _float8(config: Config, layout: Layout) -> Iterator[str]:
         f"model.hidden_size = {model.hidden_size}": (model.hidden_size, "hidden_size"),
         f"model.ffn_hidden_size = {model.ffn_hidden_size}": (known(model.ffn_hidden_size), "ffn_hidden_size"),
     }
+    if "head" not in config.engine.float8_except and model.vocab_size != "auto":
+        padded = padded_vocab_size(model.vocab_size)
+        sizes[f"model.vocab_size = {model.vocab_size}, padded to {padded},"] = (padded, "vocab_size")
     for name, (size, key) in sizes.items():
         if size % (step * layout.mp):
             legal = any_of(_multiples_around(size, step * layout.mp))

@@ -62,7 +62,7 @@ BEGINNINGS = {
 CHUNK_LOGITS, MOST_CHUNKS = 2**28, 8
 """The loss cuts no finer than into so many logits or chunks: each chunk is a pass over the head's gradient."""
 FLOAT16_ROWS = 4096
-"""A sum over more rows could leave float16's range, and no loss scale would help."""
+"""A sum over more rows, which is weighted after it, could leave float16's range, and no loss scale would help."""
 
 
 def compute_bytes(config: Config) -> int:

@@ -2,7 +2,8 @@
 activation is there, and when backward has ended and every gradient is. In between, one goes as the other comes.
 
 What the allocator and the driver take beyond it is not counted: `ROOM` leaves something for them. A step that is
-recorded and replayed (train/replay.py) has the same peak.
+recorded and replayed (train/replay.py) has the same peak, but keeps it: an evaluation needs its own beside it, out of
+the same room.
 """
 
 from typing import NamedTuple

@@ -77,8 +77,10 @@ def all_cores() -> Iterator[None]:
     """For large tensors on the host: this process's share of the cores, where it otherwise has one."""
     before = torch.get_num_threads()
     torch.set_num_threads(max(1, count_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
-    yield
-    torch.set_num_threads(before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def has_gpu() -> bool:

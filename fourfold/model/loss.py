@@ -1,8 +1,8 @@
 """Head and cross entropy in one: summed over tokens, in chunks, so that the full logits never exist.
 
-Gradients are made in forward, while a chunk's logits are at hand, and in their place; backward only scales them by the
-one number that reaches a scalar. Peak memory is one chunk of logits plus the gradient of the head, for each micro batch
-that waits for its backward: in a pipe, on the last stage, that can be several.
+Gradients are made in forward, while a chunk's logits are at hand, and in their place; backward at most scales them by
+the one number that reaches a scalar. Peak memory is one chunk of logits plus the gradient of the head, for each micro
+batch that waits for its backward: in a pipe, on the last stage, that can be several.
 Shapes: n rows, r rows of a chunk, d hidden, v vocabulary.
 """
 
@@ -47,7 +47,8 @@ class _SummedCrossEntropy(torch.autograd.Function):
     ) -> torch.Tensor:
         factor = torch.ones((), device=x_nd.device) if weight is None else weight
         head = products(weight_vd, x_nd.dtype, factor)
-        dx_nd, dw_vd = torch.empty_like(x_nd), torch.zeros_like(weight_vd, dtype=torch.float32)
+        if wants_grad:
+            dx_nd, dw_vd = torch.empty_like(x_nd), torch.zeros_like(weight_vd, dtype=torch.float32)
         first, width = vocabulary.first, min(max(vocab_size - vocabulary.first, 0), len(weight_vd))
         step = chunk_rows(len(x_nd), len(weight_vd), x_nd.dtype == torch.float16)
         found = []

@@ -43,8 +43,12 @@ class Accumulated:
         for index, micro in enumerate(split_batch(batch, self.micro_batches)):
             set_micro_batch(self.gpt, self.stage, is_last=index == self.micro_batches - 1)
             beside = boundary_tensors(micro)
-            loss = self.gpt(micro.tokens_bt, micro.targets_bt, micro.sample_keys_b, loss_weight=weight, **beside)
-            loss.sum().backward()
+            if self.gpt.compute_dtype == torch.float16:  # weighted before they are summed, small ones would be lost
+                loss = self.gpt(micro.tokens_bt, micro.targets_bt, micro.sample_keys_b, **beside)
+                (loss * weight).sum().backward()
+            else:
+                loss = self.gpt(micro.tokens_bt, micro.targets_bt, micro.sample_keys_b, loss_weight=weight, **beside)
+                loss.sum().backward()
             total += loss.detach()
         return total
 

@@ -35,7 +35,7 @@ from fourfold.parallelize.precision import has_loss_scale
 from fourfold.train.ahead import build_sender
 from fourfold.train.build import Run, vocab_size_for
 from fourfold.train.metrics import device_peak_flops, memory_gib
-from fourfold.train.replay import Replay, is_replayable
+from fourfold.train.replay import STEPS_BEFORE, Replay, is_replayable
 from fourfold.train.step import train_step
 
 # size -> the preset, and the batch at which it is usually compared on one large GPU
@@ -236,6 +236,7 @@ def time_steps(step: StepFunction, device: torch.device, warmup: int, steps: int
     last = step(0)
     last.loss.item()
     first_s = time.perf_counter() - began_s
+    warmup = max(warmup, STEPS_BEFORE + 1)  # recording a step is not timed
     for number in range(1, warmup):
         step(number)
     if device.type == "cuda":

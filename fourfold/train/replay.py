@@ -5,7 +5,6 @@ Every step is taken once: the first ones as they come, the next is recorded, whi
 for one process, where nothing is exchanged, and for models that are compiled: `compile: false` is without surprises.
 """
 
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -14,9 +13,9 @@ import torch
 from fourfold.config.resolve import accumulation
 from fourfold.config.schema import Config
 from fourfold.data.loader import Batch
+from fourfold.errors import ConfigError
+from fourfold.mesh.meeting import first_line
 from fourfold.mesh.process import Process
-
-log = logging.getLogger("fourfold")
 
 STEPS_BEFORE = 2
 """In these everything is compiled, chosen and allocated that is not to be again."""
@@ -48,16 +47,16 @@ class Replay:
         self.steps += 1
         if not self.is_possible or self.steps <= STEPS_BEFORE:
             return compute(batch, numbers)
-        if self.graph is None and not self.record(compute, batch, numbers):
-            return compute(batch, numbers)
+        if self.graph is None:
+            self.record(compute, batch, numbers)
         for kept, new in zip((*self.batch, self.numbers), (*batch, numbers), strict=True):
             if kept is not None and new is not None:
                 kept.copy_(new)
         self.graph.replay()
         return type(self.result)(*(tensor.clone() for tensor in self.result))
 
-    def record(self, compute: Callable[[Batch, torch.Tensor], Any], batch: Batch, numbers: torch.Tensor) -> bool:
-        """Whether it could be recorded. Nothing is computed by trying."""
+    def record(self, compute: Callable[[Batch, torch.Tensor], Any], batch: Batch, numbers: torch.Tensor) -> None:
+        """Nothing is computed by it. What PyTorch holds after a failure is in no state to go on."""
         self.batch, self.numbers = batch.each(torch.clone), numbers.clone()
         graph = torch.cuda.CUDAGraph()
         try:
@@ -65,8 +64,8 @@ class Replay:
             with torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 self.result = compute(self.batch, self.numbers)
         except torch.AcceleratorError as error:
-            log.warning(f"the step cannot be recorded ({str(error).splitlines()[0]}); the host launches every kernel")
-            self.is_possible = False
-            return False
+            raise ConfigError(
+                f"engine.compile = true records steps as a CUDA graph, which failed here ({first_line(error)}); "
+                "write compile: false"
+            ) from error
         self.graph = graph
-        return True

@@ -69,7 +69,7 @@ def compute_step(run: Run, batch: Batch, said: torch.Tensor) -> StepResult:
     counted = run.parallel.counted(gradients)
     summed_loss, squared, notes = sum_results(run, summed_loss, counted, said[1:])
     norm = squared.sqrt() / scale
-    is_skipped = ~torch.isfinite(norm)
+    is_skipped = ~torch.isfinite(norm) | (targets == 0)
     run.optimizer.step(said[0], scale * clip_divisor(norm, run.config.optimizer.grad_clip), is_skipped)
     run.loss_scale.update(is_skipped)
     return StepResult(summed_loss / targets, norm, is_skipped, notes[0], notes[1:])

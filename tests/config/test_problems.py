@@ -111,6 +111,21 @@ def test_sequence_parallel_needs_mp_and_a_length_it_divides() -> None:
     assert "max_seq_len can be 1020 or 1024" in problem
 
 
+def test_float8_needs_matrices_of_whole_sixteens() -> None:
+    assert problems_of(amp_dtype="float8", mp_degree=4) == []
+    assert only_problem_of(amp_dtype="float8", hidden_size=1032, ffn_hidden_size=4096, num_attention_heads=8) == (
+        "model.hidden_size = 1032 does not make 8-bit matrices of a multiple of 16 on each process; "
+        "hidden_size can be 1024 or 1040"
+    )
+    many = {"mp_degree": 16, "num_attention_heads": 16, "hidden_size": 1024, "vocab_size": 50304}
+    assert problems_of(amp_dtype="float8", **many) == []
+    assert "padded to 50304" in only_problem_of(amp_dtype="float8", float8_except="none", **many)
+    problem = only_problem_of(amp_dtype="float8", mp_degree=2, ffn_hidden_size=3088)
+    assert problem.endswith("ffn_hidden_size can be 3072 or 3104")
+    problem = only_problem_of(amp_dtype="float8", global_batch_size=3, max_seq_len=1020)
+    assert "makes 3060 rows" in problem and problem.endswith("max_seq_len can be 1008 or 1024")
+
+
 def test_a_sharding_stage_needs_a_sharding_degree() -> None:
     assert "does nothing with sharding_degree = 1" in only_problem_of(sharding_stage=3)
     assert problems_of(sharding_stage=3, sharding_degree=2) == []

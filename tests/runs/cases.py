@@ -147,8 +147,10 @@ def _cases() -> list[Case]:
         add(f"{name}-untied", keys, UNTIED)
         add(f"{name}-bf16", keys, BF16, tolerance=5e-3)
         add(f"{name}-fp16", keys, FP16, tolerance=5e-3)
-        # each rank scales what it has; what differs then is the rounding of the smallest numbers
+    # each rank scales what it has; what differs then is the rounding of the smallest numbers
+    for name, keys in {"dp2": layout(dp=2), "mp2-sp": layout(mp=2) | SP}.items():
         add(f"{name}-float8", keys, FLOAT8, tolerance=5e-3)
+    add("sd2-pp2-stage3-float8", layout(sd=2, pp=2, stage=3), FLOAT8, tolerance=5e-3)
     add("sd2-pp2-stage2-fp16-overflow", layout(sd=2, pp=2, stage=2), FP16, OVERFLOW)
     add("pp2-uneven", layout(pp=2), {"num_layers": 5})
     add("pp4-uneven", layout(pp=4), {"num_layers": 7})
