@@ -111,8 +111,8 @@ def multiply(
     dtype: torch.dtype,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """a @ b.T, unscaled, in `dtype`. Partial sums stay in the matrix unit, with fewer bits than float32 has: what rounding
-    to 8 bits has lost is 3.76 % of a random product with or without it."""
+    """a @ b.T, unscaled, in `dtype`. Partial sums stay in the matrix unit, with fewer bits than float32 has: a random
+    product is off by 3.76 %, from rounding to 8 bits, with or without that."""
     if a_rk.is_cuda:
         return torch._scaled_mm(a_rk, b_ck.T, 1.0 / a_scale, 1.0 / b_scale, bias, out_dtype=dtype, use_fast_accum=True)
     product = (a_rk.float() @ b_ck.float().T) / (a_scale * b_scale)
