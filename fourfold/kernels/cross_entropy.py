@@ -68,7 +68,7 @@ def fast_row_statistics(logits_nv: torch.Tensor, targets_n: torch.Tensor, first:
     found = RowStatistics(*torch.empty(3, len(logits_nv), device=logits_nv.device).unbind())
     code.row_statistics[(len(logits_nv),)](
         logits_nv, targets_n, *found, logits_nv.stride(0), first, WIDTH=width, LANES=256, EACH=8, num_warps=8
-    )  # fmt: skip
+    )
     return found
 
 

@@ -39,13 +39,6 @@ def multiply(x: torch.Tensor, weight_fd: torch.Tensor, bias_f: torch.Tensor | No
     return F.linear(x, weight_fd.to(x.dtype), None if bias_f is None else bias_f.to(x.dtype))
 
 
-def outer_sum(dy_nf: torch.Tensor, x_nd: torch.Tensor) -> torch.Tensor:
-    """dy.T @ x in float32: the gradient of a weight. On a GPU the sums are never rounded to the inputs' dtype."""
-    if dy_nf.is_cuda and dy_nf.dtype != torch.float32:
-        return torch.mm(dy_nf.T, x_nd, out_dtype=torch.float32)
-    return (dy_nf.T @ x_nd).float()
-
-
 class _WideGradient(torch.autograd.Function):
     """A product whose weight gets its gradient in float32 from the matrix unit itself: as many bytes written as a
     rounded one that is then cast, and two passes over memory saved."""
@@ -60,8 +53,9 @@ class _WideGradient(torch.autograd.Function):
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight_fd = ctx.saved_tensors
         dy_nf = dy.flatten(0, -2)
+        dweight_fd = torch.mm(dy_nf.T, x.flatten(0, -2), out_dtype=torch.float32)
         dbias_f = dy_nf.sum(0, dtype=torch.float32) if ctx.has_bias else None
-        return dy @ weight_fd.to(dy.dtype), outer_sum(dy_nf, x.flatten(0, -2)), dbias_f
+        return dy @ weight_fd.to(dy.dtype), dweight_fd, dbias_f
 
 
 class WeightCasts(NamedTuple):
