@@ -26,3 +26,11 @@ def test_gradients_are_only_ever_made_smaller(norm: float, grad_clip: float, div
 
 def test_a_limit_of_zero_is_no_limit() -> None:
     assert clip_divisor(torch.tensor(1e9), 0.0).item() == 1.0
+
+
+def test_the_norm_of_a_large_host_tensor_keeps_its_digits() -> None:
+    """Longer than a row, with a rest; added up one by one in float32 it would lose four of them."""
+    generator = torch.Generator().manual_seed(0)
+    large, small = torch.randn(2**22 + 17, generator=generator), torch.randn(3, 5, generator=generator)
+    exact = large.double().square().sum() + small.double().square().sum()
+    assert squared_norm([large, small]).item() == pytest.approx(exact.item(), rel=1e-6)

@@ -199,3 +199,27 @@ def test_attention_dropout_differs_between_shards_and_agrees_between_replicas() 
     for one, other in combinations(places, 2):
         are_replicas = (one.pp, one.mp) == (other.pp, other.mp)
         assert (keys[one] == keys[other]) == are_replicas
+
+
+def test_a_step_without_a_target_that_counts_changes_nothing(tmp_path: Path, process: Process) -> None:
+    """Weight decay and old moments would go on without it."""
+    run = build_run(tiny_config(tmp_path), process)
+    [first] = steps(run, 1)
+    before = weights(run)
+    with run.open_loader() as loader:
+        batch = loader.next_batch()
+    result = train_step(run, batch._replace(targets_bt=torch.full_like(batch.targets_bt, -100)), 1)
+    assert result.is_skipped and not first.is_skipped
+    assert all(tensor.equal(before[name]) for name, tensor in weights(run).items())
+
+
+def test_a_small_loss_weight_does_not_underflow_the_heads_gradient_in_float16(tmp_path: Path, process: Process) -> None:
+    run = build_run(tiny_config(tmp_path, use_amp=True, amp_dtype="float16", tie_word_embeddings=False), process)
+    with run.open_loader() as loader:
+        batch = loader.next_batch()
+    found = []
+    for weight in (1.0, 2.0**-20):
+        run.optimizer.drop_gradients()
+        run.parallel.execution.train(batch, torch.tensor(weight))
+        found.append(run.optimizer.gradients()["head.weight"] / weight)
+    torch.testing.assert_close(found[1], found[0], rtol=1e-3, atol=1e-4)
