@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from fourfold.kernels.available import HAS_TRITON, is_fast
+from fourfold.kernels.available import HAS_TRITON, is_fast, power_of_two
 
 if HAS_TRITON:
     from fourfold.kernels import code
@@ -62,6 +62,29 @@ def row_gradient_(
     logits_nv[:, :width] = gradient_nv.mul_(torch.where(targets_n != ignored, weight, 0.0)[:, None])
     logits_nv[:, width:] = 0.0
     return logits_nv
+
+
+def rows_at_once_(
+    logits_nv: torch.Tensor, targets_n: torch.Tensor, weight: torch.Tensor, width: int, ignored: int
+) -> RowStatistics:
+    """Both of the above, where no other share of the vocabulary has to be heard in between."""
+    if is_fast(logits_nv):
+        return fast_rows_at_once_(logits_nv, targets_n, weight, width, ignored)
+    statistics = row_statistics(logits_nv, targets_n, 0, width)
+    row_gradient_(logits_nv, targets_n, statistics, weight, 0, width, ignored)
+    return statistics
+
+
+def fast_rows_at_once_(
+    logits_nv: torch.Tensor, targets_n: torch.Tensor, weight: torch.Tensor, width: int, ignored: int
+) -> RowStatistics:
+    found = RowStatistics(*torch.empty(3, len(logits_nv), device=logits_nv.device).unbind())
+    lanes = min(max(power_of_two(width) // 4, 32), 1024)
+    code.rows_at_once[(len(logits_nv),)](
+        logits_nv, targets_n, *found, weight, logits_nv.stride(0), logits_nv.shape[1], WIDTH=width, IGNORED=ignored,
+        LANES=lanes, EACH=4, num_warps=lanes // 32,
+    )  # fmt: skip
+    return found
 
 
 def fast_row_statistics(logits_nv: torch.Tensor, targets_n: torch.Tensor, first: int, width: int) -> RowStatistics:

@@ -6,7 +6,7 @@ A pipe stage is this class with parts absent; mp and sharding are applied from o
 parts by name. Shapes: b batch, t time (sequence), d hidden, f feed-forward, h heads, k head width, v vocabulary.
 """
 
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 import torch
 import torch.nn.functional as F
@@ -16,8 +16,17 @@ from fourfold.config.schema import Model
 from fourfold.cost.params import sizes
 from fourfold.layout.stages import PipeStage, whole_model
 from fourfold.model.dropout import Dropout
-from fourfold.model.linear import Float8Head, Float8Product, PlainHead, gelu, multiply
+from fourfold.model.linear import (
+    Float8Head,
+    Float8Product,
+    PlainHead,
+    multiply,
+    multiply_then_gelu,
+    multiply_then_split,
+    split_heads,
+)
 from fourfold.model.loss import summed_cross_entropy
+from fourfold.model.norm import LayerNorm
 
 
 class KeyValueCache(Protocol):
@@ -29,26 +38,39 @@ class KeyValueCache(Protocol):
 
 
 class Linear(nn.Linear):
-    """With gelu before it where `has_gelu`."""
-
-    def __init__(self, inputs: int, outputs: int, has_gelu: bool = False) -> None:
+    def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__(inputs, outputs)
-        self.has_gelu = has_gelu
         self.float8: Float8Product | None = None  # set where products are in 8 bits (parallelize/precision.py)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> Any:
         return self.multiply(x, self.weight, self.bias)
 
-    def multiply(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def multiply(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> Any:
         """With a weight that may be a share of this layer's."""
+        return self.float8(x, weight, bias) if self.float8 is not None else multiply(x, weight, bias)
+
+
+class HeadsLinear(Linear):
+    """Gives queries, keys and values. The rows of its weight are interleaved head by head, so that cutting the weight's
+    first dim into equal parts gives each mp rank whole heads: their number is read off the activations."""
+
+    def __init__(self, inputs: int, head_width: int) -> None:
+        super().__init__(inputs, 3 * inputs)
+        self.head_width = head_width
+
+    def multiply(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> Any:
+        if self.float8 is not None:
+            return split_heads(self.float8(x, weight, bias), self.head_width)
+        return multiply_then_split(x, weight, cast(torch.Tensor, bias), self.head_width)
+
+
+class GeluLinear(Linear):
+    """With gelu after it; in 8 bits the next product does that, in the pass that casts what goes into it."""
+
+    def multiply(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> Any:
         if self.float8 is not None:
             return self.float8(x, weight, bias)
-        return multiply(gelu(x) if self.has_gelu else x, weight, bias)
-
-
-class LayerNorm(nn.LayerNorm):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.layer_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.bias.to(x.dtype), self.eps)
+        return multiply_then_gelu(x, weight, cast(torch.Tensor, bias))
 
 
 class CoreAttention(nn.Module):
@@ -83,35 +105,29 @@ class CoreAttention(nn.Module):
 
 
 class Attention(nn.Module):
-    """Query, key and value rows of the one weight are interleaved head by head, so that cutting the weight's first dim
-    into equal parts gives each mp rank whole heads. So the number of heads is read off the activations."""
-
     def __init__(self, model: Model, layer: int) -> None:
         super().__init__()
         self.layer = layer
-        self.head_width = model.hidden_size // model.num_attention_heads
-        self.qkv = Linear(model.hidden_size, 3 * model.hidden_size)
+        self.qkv = HeadsLinear(model.hidden_size, model.hidden_size // model.num_attention_heads)
         self.core = CoreAttention(model.attention_probs_dropout_prob)
         self.out = Linear(model.hidden_size, model.hidden_size)
 
     def forward(
         self, x_btd: torch.Tensor, cache: KeyValueCache | None = None, may_look_b1tt: torch.Tensor | None = None
     ) -> torch.Tensor:
-        qkv = self.qkv(x_btd)
-        b, t, _ = qkv.shape
-        q_bhtk, k_bhtk, v_bhtk = qkv.view(b, t, -1, 3, self.head_width).permute(3, 0, 2, 1, 4).unbind(0)
+        q_bhtk, k_bhtk, v_bhtk = self.qkv(x_btd)
         if cache is not None:
             k_bhtk, v_bhtk = cache.extend(self.layer, k_bhtk, v_bhtk)
         y_bhtk = self.core(q_bhtk, k_bhtk, v_bhtk, may_look_b1tt)
-        return self.out(y_bhtk.transpose(1, 2).reshape(b, t, -1))
+        return self.out(y_bhtk.transpose(1, 2).flatten(2))
 
 
 class FeedForward(nn.Module):
     def __init__(self, model: Model) -> None:
         super().__init__()
         hidden, ffn, _, _ = sizes(model)
-        self.up = Linear(hidden, ffn)
-        self.down = Linear(ffn, hidden, has_gelu=True)
+        self.up = GeluLinear(hidden, ffn)
+        self.down = Linear(ffn, hidden)
 
     def forward(self, x_btd: torch.Tensor) -> torch.Tensor:
         return self.down(self.up(x_btd))
@@ -134,8 +150,10 @@ class Block(nn.Module):
         cache: KeyValueCache | None = None,
         may_look_b1tt: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        x_btd = x_btd + self.dropout1(self.attention(self.norm1(x_btd), cache, may_look_b1tt), sample_keys_b)
-        return x_btd + self.dropout2(self.feedforward(self.norm2(x_btd)), sample_keys_b)
+        x_btd, normed_btd = self.norm1.fork(x_btd)
+        x_btd = x_btd + self.dropout1(self.attention(normed_btd, cache, may_look_b1tt), sample_keys_b)
+        x_btd, normed_btd = self.norm2.fork(x_btd)
+        return x_btd + self.dropout2(self.feedforward(normed_btd), sample_keys_b)
 
 
 class Embedding(nn.Module):

@@ -5,16 +5,15 @@ leave the matrix units in the wider dtype, and what is added to the residual str
 Shapes: n rows (all positions of a micro batch), d inputs, f outputs, v vocabulary.
 """
 
-import math
 from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fourfold.kernels import float8
-
-GELU_SLOPE, GELU_CUBE = 2.0 * (2.0 / math.pi) ** 0.5, 0.044715
+from fourfold.kernels import backward, float8
+from fourfold.kernels.available import is_fast
+from fourfold.kernels.backward import GELU_CUBE, GELU_SLOPE
 
 
 def gelu(x: torch.Tensor) -> torch.Tensor:
@@ -23,13 +22,6 @@ def gelu(x: torch.Tensor) -> torch.Tensor:
         return F.gelu(x, approximate="tanh")
     wide = x.float()
     return (wide * torch.sigmoid(GELU_SLOPE * (wide + GELU_CUBE * wide**3))).to(x.dtype)
-
-
-def gelu_backward(dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    wide = x.float()
-    gate = torch.sigmoid(GELU_SLOPE * (wide + GELU_CUBE * wide**3))
-    slope = gate + wide * gate * (1.0 - gate) * GELU_SLOPE * (1.0 + 3.0 * GELU_CUBE * wide**2)
-    return (dy.float() * slope).to(dy.dtype)
 
 
 def multiply(x: torch.Tensor, weight_fd: torch.Tensor, bias_f: torch.Tensor | None) -> torch.Tensor:
@@ -56,6 +48,61 @@ class _WideGradient(torch.autograd.Function):
         dweight_fd = torch.mm(dy_nf.T, x.flatten(0, -2), out_dtype=torch.float32)
         dbias_f = dy_nf.sum(0, dtype=torch.float32) if ctx.has_bias else None
         return dy @ weight_fd.to(dy.dtype), dweight_fd, dbias_f
+
+
+def multiply_then_gelu(x: torch.Tensor, weight_fd: torch.Tensor, bias_f: torch.Tensor) -> torch.Tensor:
+    if not sums_in_passing(x):
+        return gelu(multiply(x, weight_fd, bias_f))
+    return _SummedGelu.apply(multiply(x, weight_fd, bias_f.detach()), bias_f)
+
+
+def multiply_then_split(
+    x_btd: torch.Tensor, weight_fd: torch.Tensor, bias_f: torch.Tensor, head_width: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Queries, keys and values, of shape (b, h, t, k) each, from rows in which they lie head by head."""
+    if not sums_in_passing(x_btd):
+        return split_heads(multiply(x_btd, weight_fd, bias_f), head_width)
+    return _SummedHeads.apply(multiply(x_btd, weight_fd, bias_f.detach()), bias_f, head_width)
+
+
+def sums_in_passing(x: torch.Tensor) -> bool:
+    """Whether a bias's gradient is summed by what writes the gradient of its output, which has own kernels."""
+    return is_fast(x) and x.dtype != torch.float32 and torch.is_grad_enabled()
+
+
+def split_heads(qkv_btf: torch.Tensor, head_width: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    b, t, _ = qkv_btf.shape
+    q_bhtk, k_bhtk, v_bhtk = qkv_btf.view(b, t, -1, 3, head_width).permute(3, 0, 2, 1, 4).unbind(0)
+    return q_bhtk, k_bhtk, v_bhtk
+
+
+class _SummedGelu(torch.autograd.Function):
+    """gelu of something that a bias was added to."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, bias_f: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return gelu(x)
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (x,) = ctx.saved_tensors
+        dx_nf, dbias_f = backward.gelu_gradient(dy.flatten(0, -2), x.flatten(0, -2))
+        return dx_nf.view(x.shape), dbias_f
+
+
+class _SummedHeads(torch.autograd.Function):
+    """`split_heads` of something that a bias was added to."""
+
+    @staticmethod
+    def forward(ctx: Any, qkv_btf: torch.Tensor, bias_f: torch.Tensor, head_width: int) -> tuple[torch.Tensor, ...]:
+        return split_heads(qkv_btf, head_width)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients_bhtk: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        dqkv_nf, dbias_f = backward.joined_heads(*gradients_bhtk)
+        b, _, t, _ = gradients_bhtk[0].shape
+        return dqkv_nf.view(b, t, -1), dbias_f, None
 
 
 class WeightCasts(NamedTuple):
@@ -146,7 +193,7 @@ class _Float8Linear(torch.autograd.Function):
         cast_nf, turned_fn = float8.cast(dy_nf, scale, float8.BACKWARD)
         dx_nd = float8.multiply(cast_nf, turned_df, scale, weight_scale, dy.dtype)
         if flags.has_gelu:
-            dx_nd = gelu_backward(dx_nd, x)
+            dx_nd, _ = backward.plain_gelu_gradient(dx_nd, x)
         dweight_fd = float8.multiply(turned_fn, x_turned_dn, scale, x_scale, ctx.weight_dtype)
         dbias_f = dy_nf.sum(0, dtype=torch.float32) if ctx.has_bias else None
         return dx_nd.view(*dy.shape[:-1], -1), dweight_fd, dbias_f, None, None, None, None, None

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from fourfold.cost.activations import chunk_rows
-from fourfold.kernels.cross_entropy import RowStatistics, row_gradient_, row_statistics
+from fourfold.kernels.cross_entropy import RowStatistics, row_gradient_, row_statistics, rows_at_once_
 from fourfold.model.linear import HeadProducts, PlainHead
 
 IGNORED = -100
@@ -55,14 +55,17 @@ class _SummedCrossEntropy(torch.autograd.Function):
         for begin in range(0, len(x_nd), step):
             rows = slice(begin, begin + step)
             logits_rv = head.logits(x_nd[rows])
-            statistics = vocabulary.merge(row_statistics(logits_rv, targets_n[rows], first, width))
+            # d loss / d logits = softmax - one-hot, zero where the target does not count, in the logits' place
+            if wants_grad and vocabulary is WHOLE:
+                statistics = rows_at_once_(logits_rv, targets_n[rows], factor, width, IGNORED)
+            else:
+                statistics = vocabulary.merge(row_statistics(logits_rv, targets_n[rows], first, width))
+                if wants_grad:
+                    row_gradient_(logits_rv, targets_n[rows], statistics, factor, first, width, IGNORED)
             found.append(torch.stack(statistics))
             if wants_grad:
-                # d loss / d logits = softmax - one-hot, zero where the target does not count
-                gradient_rv = row_gradient_(logits_rv, targets_n[rows], statistics, factor, first, width, IGNORED)
-                head.gradient(gradient_rv, out=dx_nd[rows])
+                head.gradient(logits_rv, out=dx_nd[rows])
                 head.add_weight_gradient_(dw_vd)
-                del gradient_rv
             del logits_rv  # before the next chunk's are made
         if wants_grad:
             ctx.save_for_backward(dx_nd, dw_vd)

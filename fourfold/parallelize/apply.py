@@ -14,7 +14,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from fourfold.config.schema import Config
 from fourfold.cost.memory import stages_of
 from fourfold.cost.params import Parameter, parameters, saved_name, shard_of
-from fourfold.cost.sharding import is_sharded
 from fourfold.layout.layout import Coordinate, Layout
 from fourfold.mesh.mesh import build_mesh
 from fourfold.model.gpt import GPT, Block
@@ -103,7 +102,8 @@ COMPILED_INSIDE: dict[str, Callable[[Block], list[nn.Module]]] = {
 
 
 def apply_compile(gpt: GPT, config: Config, layout: Layout) -> None:
-    """The whole stage as one graph, or, where sharding gathers parameters block by block, each block."""
+    """Piece by piece: all blocks are one piece of code, compiled once, and what a graph of the whole stage could fuse
+    beyond them is one pass over the residual stream per block."""
     if not config.engine.compile:
         return
     blocks = [block for block in gpt.blocks.values() if isinstance(block, Block)]
@@ -111,11 +111,10 @@ def apply_compile(gpt: GPT, config: Config, layout: Layout) -> None:
         for block in blocks:
             for piece in COMPILED_INSIDE[config.model.recompute_granularity](block):
                 piece.forward = torch.compile(piece.forward, dynamic=False)
-    elif is_sharded(config, layout):
-        for block in blocks:
-            block.compile(dynamic=False)
-    else:
-        gpt.compile(dynamic=False)
+        return
+    for module in (gpt.embedding, *blocks, gpt.norm):
+        if module is not None:
+            module.compile(dynamic=False)
 
 
 @torch.no_grad()

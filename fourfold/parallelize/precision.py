@@ -55,9 +55,10 @@ def apply_float8(gpt: GPT, config: Config, layout: Layout, device: torch.device)
             continue
         block = cast(Block, gpt.blocks[str(layer)])
         for linear in (block.attention.qkv, block.attention.out, block.feedforward.up, block.feedforward.down):
+            has_gelu = linear is block.feedforward.down
             # attention keeps its own output for backward, and gelu its input
-            keeps_input = linear in (block.attention.out, block.feedforward.down)
-            linear.float8 = Float8Product(linear.has_gelu, keeps_input, frees_weight)
+            keeps_input = has_gelu or linear is block.attention.out
+            linear.float8 = Float8Product(has_gelu, keeps_input, frees_weight)
     if gpt.head is not None and "head" not in excepted:
         gpt.head.products = Float8Head
 

@@ -29,7 +29,8 @@ def is_replayable(config: Config, process: Process) -> bool:
         and process.world_size == 1
         and bool(config.engine.compile)
         and not config.distributed.sharding.sharding_offload
-        and config.model.attention_probs_dropout_prob == 0.0  # its generator is seeded by the host for each step
+        # attention's dropout draws from a generator, whose state recomputation would read on the host
+        and not (config.model.attention_probs_dropout_prob > 0.0 and config.model.use_recompute)
         and accumulation(config) <= MOST_MICRO_BATCHES
     )
 

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from fourfold.kernels import cross_entropy, float8, update
+from fourfold.kernels import backward, cross_entropy, float8, update
+from fourfold.model.linear import split_heads
 from fourfold.model.loss import IGNORED
 from tests.require import require_module
 
@@ -58,6 +59,63 @@ def test_row_gradient(gradient_) -> None:
     assert found_nv is logits_nv
     torch.testing.assert_close(found_nv.double(), expected_nv, rtol=1e-5, atol=1e-9)
     assert found_nv[:, 5003:].eq(0).all() and found_nv[2].eq(0).all()
+
+
+@pytest.mark.parametrize("at_once_", [cross_entropy.rows_at_once_, cross_entropy.fast_rows_at_once_])
+def test_rows_at_once(at_once_) -> None:
+    logits_nv, width = 30 * normal(4, 20480), 20003  # more than lanes read at a time
+    targets_n = torch.tensor([0, 20002, IGNORED, 9000], device=DEVICE)
+    before_nv = logits_nv.clone()
+    exact_nv = before_nv[:, :width].double().requires_grad_()
+    losses_n = torch.nn.functional.cross_entropy(exact_nv, targets_n, reduction="none", ignore_index=IGNORED)
+    (0.37 * losses_n.sum()).backward()
+    weight = torch.tensor(0.37, device=DEVICE)
+    top_n, total_n, picked_n = at_once_(logits_nv, targets_n, weight, width, IGNORED)
+    counts_n = targets_n != IGNORED
+    found_n = (top_n.double() + total_n.double().log() - picked_n)[counts_n]
+    torch.testing.assert_close(found_n, losses_n.detach()[counts_n], rtol=1e-6, atol=1e-5)
+    torch.testing.assert_close(logits_nv[:, :width].double(), exact_nv.grad, rtol=1e-4, atol=1e-9)
+    assert logits_nv[:, width:].eq(0).all() and logits_nv[2].eq(0).all() and picked_n[2] == 0
+
+
+@pytest.mark.parametrize("gradient", [backward.plain_gelu_gradient, backward.fast_gelu_gradient])
+@pytest.mark.parametrize("shape", [(600, 200), (256, 128), (3, 500)])
+def test_gelu_gradient(gradient, shape: tuple[int, int]) -> None:
+    x_nf, dy_nf = 3 * normal(*shape), normal(*shape[::-1]).T
+    exact_nf = x_nf.double().requires_grad_()
+    torch.nn.functional.gelu(exact_nf, approximate="tanh").backward(dy_nf.double())
+    dx_nf, sums_f = gradient(dy_nf, x_nf)
+    torch.testing.assert_close(dx_nf.double(), exact_nf.grad, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(sums_f.double(), exact_nf.grad.sum(0), rtol=1e-5, atol=1e-4)
+    assert gradient(dy_nf.bfloat16(), x_nf.bfloat16())[0].dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("gradient", [backward.plain_norm_gradient, backward.fast_norm_gradient])
+@pytest.mark.parametrize("shape", [(700, 48), (64, 256), (5, 1000)])
+def test_norm_gradient(gradient, shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backward, "PROGRAMS", 12)
+    x_nd, dy_nd, beside_nd = normal(3, *shape).unbind()
+    x_nd, gain_d = 2 * x_nd + 1, normal(shape[1])
+    exact_nd, exact_gain_d = x_nd.double().requires_grad_(), gain_d.double().requires_grad_()
+    exact_bias_d = torch.zeros_like(exact_gain_d, requires_grad=True)
+    y_nd, mean_n1, rstd_n1 = torch.native_layer_norm(exact_nd, [shape[1]], exact_gain_d, exact_bias_d, 1e-5)
+    y_nd.backward(dy_nd.double())
+    statistics = mean_n1.detach().float()[:, 0], rstd_n1.detach().float()[:, 0]
+    found = gradient(dy_nd, beside_nd, x_nd, *statistics, gain_d)
+    expected = exact_nd.grad + beside_nd, torch.stack((exact_gain_d.grad, exact_bias_d.grad))
+    for one, exact in zip(found, expected, strict=True):
+        torch.testing.assert_close(one.double(), exact, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("join", [backward.plain_joined_heads, backward.fast_joined_heads])
+@pytest.mark.parametrize(("b", "h", "t", "k"), [(2, 3, 150, 16), (1, 2, 7, 24), (3, 1, 128, 64)])
+def test_joined_heads(join, b: int, h: int, t: int, k: int) -> None:
+    as_made = normal(b, h, t, k), normal(b, t, h, k).transpose(1, 2), normal(b, h, k, t).transpose(2, 3)
+    qkv_btf = torch.zeros(b, t, h * 3 * k, device=DEVICE, requires_grad=True)
+    torch.autograd.backward(split_heads(qkv_btf, k), as_made)
+    dqkv_nf, sums_f = join(*as_made)
+    assert dqkv_nf.equal(qkv_btf.grad.flatten(0, 1))
+    torch.testing.assert_close(sums_f.double(), dqkv_nf.double().sum(0), rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize("is_skipped", [False, True])
