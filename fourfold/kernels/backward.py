@@ -1,8 +1,8 @@
 """Gradients that are written and summed in one pass: a bias's gradient is the sum over all rows of its output's, and
 the kernel that writes that has it at hand.
 
-Each gives the gradient and, in float32, its sum over rows. Shapes: n rows, f columns, b batch, h heads, t time, k head
-width.
+Each gives the gradient and, in float32, sums over parts of its rows, to be added up by whoever asked (the compiler does
+that well). Shapes: n rows, f columns, d hidden, b batch, h heads, t time, k head width, p parts.
 """
 
 import torch
@@ -15,10 +15,15 @@ if HAS_TRITON:
 GELU_SLOPE, GELU_CUBE = 1.5957691216057308, 0.044715
 """Of gelu(x) = x sigmoid(slope (x + cube x^3)), which is its approximation by tanh; slope = 2 sqrt(2 / pi)."""
 
-PROGRAMS = 528
-"""Four for each of the 132 processors of a Hopper GPU."""
+PART = 256
+"""Rows that one program sums."""
 
 Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+def parts_of(x: torch.Tensor, rows: int) -> int:
+    """Plain versions sum all rows at once."""
+    return -(-rows // PART) if is_fast(x) else 1
 
 
 @torch.library.custom_op("fourfold::gelu_gradient", mutates_args=())
@@ -29,27 +34,32 @@ def gelu_gradient(dy_nf: torch.Tensor, x_nf: torch.Tensor) -> Pair:
 
 @gelu_gradient.register_fake
 def _(dy_nf: torch.Tensor, x_nf: torch.Tensor) -> Pair:
-    return torch.empty_like(x_nf), x_nf.new_empty(x_nf.shape[1], dtype=torch.float32)
+    n, f = x_nf.shape
+    return torch.empty_like(x_nf), x_nf.new_empty(parts_of(x_nf, n), f, dtype=torch.float32)
 
 
 def plain_gelu_gradient(dy_nf: torch.Tensor, x_nf: torch.Tensor) -> Pair:
+    dx_nf = gelu_backward(dy_nf, x_nf)
+    return dx_nf, dx_nf.sum(0, keepdim=True, dtype=torch.float32)
+
+
+def gelu_backward(dy_nf: torch.Tensor, x_nf: torch.Tensor) -> torch.Tensor:
     wide_nf = x_nf.float()
     gate_nf = torch.sigmoid(GELU_SLOPE * (wide_nf + GELU_CUBE * wide_nf**3))
     slope_nf = gate_nf + wide_nf * gate_nf * (1.0 - gate_nf) * GELU_SLOPE * (1.0 + 3.0 * GELU_CUBE * wide_nf**2)
-    dx_nf = (dy_nf.float() * slope_nf).to(x_nf.dtype)
-    return dx_nf, dx_nf.sum(0, dtype=torch.float32)
+    return (dy_nf.float() * slope_nf).to(dy_nf.dtype)
 
 
 def fast_gelu_gradient(dy_nf: torch.Tensor, x_nf: torch.Tensor) -> Pair:
-    (rows, columns), each, wide = x_nf.shape, 256, 128
+    (n, f), wide = x_nf.shape, 128
     dy_nf, x_nf = dy_nf.contiguous(), x_nf.contiguous()
-    dx_nf, parts = torch.empty_like(x_nf), -(-rows // each)
-    sums_pf = torch.empty(parts, columns, dtype=torch.float32, device=x_nf.device)
-    code.gelu_gradient[(parts, -(-columns // wide))](
-        dy_nf, x_nf, dx_nf, sums_pf, rows, columns, ROWS=each, STEP=8, COLUMNS=wide, AHEAD=1,
-        IS_EVEN=rows % each == 0 and columns % wide == 0, num_warps=4,
+    dx_nf, parts = torch.empty_like(x_nf), -(-n // PART)
+    sums_pf = x_nf.new_empty(parts, f, dtype=torch.float32)
+    code.gelu_gradient[(parts, -(-f // wide))](
+        dy_nf, x_nf, dx_nf, sums_pf, n, f, ROWS=PART, STEP=16, COLUMNS=wide, num_warps=8,
+        IS_EVEN=n % PART == 0 and f % wide == 0,
     )  # fmt: skip
-    return dx_nf, sums_pf.sum(0)
+    return dx_nf, sums_pf
 
 
 @torch.library.custom_op("fourfold::joined_heads", mutates_args=())
@@ -61,28 +71,28 @@ def joined_heads(dq_bhtk: torch.Tensor, dk_bhtk: torch.Tensor, dv_bhtk: torch.Te
 @joined_heads.register_fake
 def _(dq_bhtk: torch.Tensor, dk_bhtk: torch.Tensor, dv_bhtk: torch.Tensor) -> Pair:
     b, h, t, k = dq_bhtk.shape
-    return dq_bhtk.new_empty(b * t, h * 3 * k), dq_bhtk.new_empty(h * 3 * k, dtype=torch.float32)
+    f = h * 3 * k
+    return dq_bhtk.new_empty(b * t, f), dq_bhtk.new_empty(parts_of(dq_bhtk, b * t), f, dtype=torch.float32)
 
 
 def plain_joined_heads(dq_bhtk: torch.Tensor, dk_bhtk: torch.Tensor, dv_bhtk: torch.Tensor) -> Pair:
     dqkv_3bhtk = torch.stack((dq_bhtk, dk_bhtk, dv_bhtk))
     dqkv_nf = dqkv_3bhtk.permute(1, 3, 2, 0, 4).flatten(2).flatten(0, 1)
-    return dqkv_nf, dqkv_nf.sum(0, dtype=torch.float32)
+    return dqkv_nf, dqkv_nf.sum(0, keepdim=True, dtype=torch.float32)
 
 
 def fast_joined_heads(dq_bhtk: torch.Tensor, dk_bhtk: torch.Tensor, dv_bhtk: torch.Tensor) -> Pair:
-    (b, h, t, k), each = dq_bhtk.shape, 256
+    b, h, t, k = dq_bhtk.shape
     gradients = [x if x.stride(3) == 1 else x.contiguous() for x in (dq_bhtk, dk_bhtk, dv_bhtk)]
-    rows, parts = b * t, -(-b * t // each)
-    dqkv_nf = dq_bhtk.new_empty(rows, h * 3 * k)
-    sums_pf = dq_bhtk.new_empty(parts, h * 3 * k, dtype=torch.float32)
     strides = [stride for x in gradients for stride in x.stride()[:3]]
-    columns = power_of_two(k)
+    n, f, parts, wide = b * t, h * 3 * k, -(-b * t // PART), power_of_two(k)
+    dqkv_nf = dq_bhtk.new_empty(n, f)
+    sums_pf = dq_bhtk.new_empty(parts, f, dtype=torch.float32)
     code.joined_heads[(parts, h)](
-        *gradients, dqkv_nf, sums_pf, rows, h, t, *strides, WIDTH=k, COLUMNS=columns, ROWS=each, STEP=16,
-        IS_EVEN=t % each == 0 and columns == k, num_warps=2,
+        *gradients, dqkv_nf, sums_pf, n, h, t, *strides, WIDTH=k, COLUMNS=wide, ROWS=PART, STEP=16, num_warps=2,
+        IS_EVEN=t % PART == 0 and wide == k,
     )  # fmt: skip
-    return dqkv_nf, sums_pf.sum(0)
+    return dqkv_nf, sums_pf
 
 
 @torch.library.custom_op("fourfold::norm_gradient", mutates_args=())
@@ -94,7 +104,7 @@ def norm_gradient(
     rstd_n: torch.Tensor,
     gain_d: torch.Tensor,
 ) -> Pair:
-    """Of a layer norm's input, with `beside_nd` added, from that of its output; and of its gain and its bias, stacked."""
+    """Of a layer norm's input, with `beside_nd` added, from that of its output; summed are those of gain and bias."""
     compute = fast_norm_gradient if is_fast(x_nd) else plain_norm_gradient
     return compute(dy_nd, beside_nd, x_nd, mean_n, rstd_n, gain_d)
 
@@ -108,7 +118,9 @@ def _(
     rstd_n: torch.Tensor,
     gain_d: torch.Tensor,
 ) -> Pair:
-    return torch.empty_like(x_nd), x_nd.new_empty(2, x_nd.shape[1], dtype=torch.float32)
+    n, d = x_nd.shape
+    parts = norm_parts(n, d)[0] if is_fast(x_nd) else 1
+    return torch.empty_like(x_nd), x_nd.new_empty(parts, 2, d, dtype=torch.float32)
 
 
 def plain_norm_gradient(
@@ -125,7 +137,15 @@ def plain_norm_gradient(
     along_n1 = (scaled_nd * unit_nd).mean(1, keepdim=True)
     centred_nd = scaled_nd - scaled_nd.mean(1, keepdim=True) - unit_nd * along_n1
     dx_nd = centred_nd * rstd_n[:, None] + beside_nd
-    return dx_nd.to(x_nd.dtype), torch.stack(((wide_nd * unit_nd).sum(0), wide_nd.sum(0)))
+    return dx_nd.to(x_nd.dtype), torch.stack(((wide_nd * unit_nd).sum(0), wide_nd.sum(0)))[None]
+
+
+def norm_parts(n: int, d: int) -> tuple[int, int]:
+    """How many programs share the rows, and how many each takes. A Hopper GPU has 132 processors, and eight programs
+    fit on one while a row is short."""
+    each = -(-n // (1056 if d <= 1024 else 264))
+    each += each % 2
+    return -(-n // each), each
 
 
 def fast_norm_gradient(
@@ -136,17 +156,13 @@ def fast_norm_gradient(
     rstd_n: torch.Tensor,
     gain_d: torch.Tensor,
 ) -> Pair:
-    rows, columns = x_nd.shape
+    (n, d), wide = x_nd.shape, power_of_two(x_nd.shape[1])
     dy_nd, beside_nd, x_nd = dy_nd.contiguous(), beside_nd.contiguous(), x_nd.contiguous()
-    wide = power_of_two(columns)
-    step = max(1, 2048 // wide)
-    each = -(-rows // PROGRAMS)
-    each += -each % step
-    parts = -(-rows // each)
-    dx_nd = torch.empty_like(x_nd)
-    sums_p2d = torch.empty(parts, 2, columns, dtype=torch.float32, device=x_nd.device)
+    parts, each = norm_parts(n, d)
+    dx_nd, sums_p2d = torch.empty_like(x_nd), x_nd.new_empty(parts, 2, d, dtype=torch.float32)
     code.norm_gradient[(parts,)](
-        dy_nd, beside_nd, x_nd, mean_n, rstd_n, gain_d, dx_nd, sums_p2d, rows, columns, each, COLUMNS=wide, STEP=step,
-        AHEAD=1, num_warps=max(4, wide * step // 512),
+        dy_nd, beside_nd, x_nd, mean_n, rstd_n, gain_d, dx_nd, sums_p2d, n, d, each, COLUMNS=wide,
+        STEP=2 if 1024 < wide <= 4096 else 1, num_warps=2 if wide <= 1024 else 8 if wide <= 8192 else 16,
+        AHEAD=3 if wide <= 8192 else 1,  # what is read ahead lies in shared memory
     )  # fmt: skip
-    return dx_nd, sums_p2d.sum(0)
+    return dx_nd, sums_p2d

@@ -118,11 +118,9 @@ def gelu_gradient(
     ROWS: tl.constexpr,
     STEP: tl.constexpr,
     COLUMNS: tl.constexpr,
-    AHEAD: tl.constexpr,
     IS_EVEN: tl.constexpr,
 ):
-    """One program: ROWS rows of COLUMNS columns, STEP rows at a time, read AHEAD of their turn. IS_EVEN: nothing is
-    left over by these."""
+    """One program: ROWS rows of COLUMNS columns, STEP rows at a time. IS_EVEN: nothing is left over by these."""
     begin = tl.program_id(0).to(tl.int64) * ROWS
     first = begin * columns
     dy += first
@@ -130,7 +128,7 @@ def gelu_gradient(
     dx += first
     c = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     total = tl.zeros([STEP, COLUMNS], tl.float32)
-    for step in tl.range(0, ROWS, STEP, num_stages=AHEAD):
+    for step in range(0, ROWS, STEP):
         r = step + tl.arange(0, STEP)
         at = r[:, None] * columns + c[None, :]
         if IS_EVEN:

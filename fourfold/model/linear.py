@@ -87,8 +87,8 @@ class _SummedGelu(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (x,) = ctx.saved_tensors
-        dx_nf, dbias_f = backward.gelu_gradient(dy.flatten(0, -2), x.flatten(0, -2))
-        return dx_nf.view(x.shape), dbias_f
+        dx_nf, sums_pf = backward.gelu_gradient(dy.flatten(0, -2), x.flatten(0, -2))
+        return dx_nf.view(x.shape), sums_pf.sum(0)
 
 
 class _SummedHeads(torch.autograd.Function):
@@ -100,9 +100,9 @@ class _SummedHeads(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients_bhtk: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        dqkv_nf, dbias_f = backward.joined_heads(*gradients_bhtk)
+        dqkv_nf, sums_pf = backward.joined_heads(*gradients_bhtk)
         b, _, t, _ = gradients_bhtk[0].shape
-        return dqkv_nf.view(b, t, -1), dbias_f, None
+        return dqkv_nf.view(b, t, -1), sums_pf.sum(0), None
 
 
 class WeightCasts(NamedTuple):
@@ -193,7 +193,7 @@ class _Float8Linear(torch.autograd.Function):
         cast_nf, turned_fn = float8.cast(dy_nf, scale, float8.BACKWARD)
         dx_nd = float8.multiply(cast_nf, turned_df, scale, weight_scale, dy.dtype)
         if flags.has_gelu:
-            dx_nd, _ = backward.plain_gelu_gradient(dx_nd, x)
+            dx_nd = backward.gelu_backward(dx_nd, x)
         dweight_fd = float8.multiply(turned_fn, x_turned_dn, scale, x_scale, ctx.weight_dtype)
         dbias_f = dy_nf.sum(0, dtype=torch.float32) if ctx.has_bias else None
         return dx_nd.view(*dy.shape[:-1], -1), dweight_fd, dbias_f, None, None, None, None, None

@@ -36,7 +36,6 @@ class _Fork(torch.autograd.Function):
     def backward(ctx: Any, beside: torch.Tensor, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, mean, rstd, weight_d = ctx.saved_tensors
         rows = (tensor.flatten(0, -2) for tensor in (dy, beside, x))
-        dx_nd, (dweight_d, dbias_d) = backward.norm_gradient(
-            *rows, mean.flatten(), rstd.flatten(), weight_d.to(x.dtype)
-        )
+        dx_nd, sums_p2d = backward.norm_gradient(*rows, mean.flatten(), rstd.flatten(), weight_d.to(x.dtype))
+        dweight_d, dbias_d = sums_p2d.sum(0)
         return dx_nd.view(x.shape), dweight_d, dbias_d, None

@@ -84,16 +84,15 @@ def test_gelu_gradient(gradient, shape: tuple[int, int]) -> None:
     x_nf, dy_nf = 3 * normal(*shape), normal(*shape[::-1]).T
     exact_nf = x_nf.double().requires_grad_()
     torch.nn.functional.gelu(exact_nf, approximate="tanh").backward(dy_nf.double())
-    dx_nf, sums_f = gradient(dy_nf, x_nf)
+    dx_nf, sums_pf = gradient(dy_nf, x_nf)
     torch.testing.assert_close(dx_nf.double(), exact_nf.grad, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(sums_f.double(), exact_nf.grad.sum(0), rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(sums_pf.double().sum(0), exact_nf.grad.sum(0), rtol=1e-5, atol=1e-4)
     assert gradient(dy_nf.bfloat16(), x_nf.bfloat16())[0].dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("gradient", [backward.plain_norm_gradient, backward.fast_norm_gradient])
-@pytest.mark.parametrize("shape", [(700, 48), (64, 256), (5, 1000)])
-def test_norm_gradient(gradient, shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backward, "PROGRAMS", 12)
+@pytest.mark.parametrize("shape", [(2115, 48), (64, 256), (530, 1100)])
+def test_norm_gradient(gradient, shape: tuple[int, int]) -> None:
     x_nd, dy_nd, beside_nd = normal(3, *shape).unbind()
     x_nd, gain_d = 2 * x_nd + 1, normal(shape[1])
     exact_nd, exact_gain_d = x_nd.double().requires_grad_(), gain_d.double().requires_grad_()
@@ -101,10 +100,10 @@ def test_norm_gradient(gradient, shape: tuple[int, int], monkeypatch: pytest.Mon
     y_nd, mean_n1, rstd_n1 = torch.native_layer_norm(exact_nd, [shape[1]], exact_gain_d, exact_bias_d, 1e-5)
     y_nd.backward(dy_nd.double())
     statistics = mean_n1.detach().float()[:, 0], rstd_n1.detach().float()[:, 0]
-    found = gradient(dy_nd, beside_nd, x_nd, *statistics, gain_d)
-    expected = exact_nd.grad + beside_nd, torch.stack((exact_gain_d.grad, exact_bias_d.grad))
-    for one, exact in zip(found, expected, strict=True):
-        torch.testing.assert_close(one.double(), exact, rtol=1e-4, atol=1e-4)
+    dx_nd, sums_p2d = gradient(dy_nd, beside_nd, x_nd, *statistics, gain_d)
+    torch.testing.assert_close(dx_nd.double(), exact_nd.grad + beside_nd, rtol=1e-4, atol=1e-5)
+    expected_2d = torch.stack((exact_gain_d.grad, exact_bias_d.grad))
+    torch.testing.assert_close(sums_p2d.double().sum(0), expected_2d, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("join", [backward.plain_joined_heads, backward.fast_joined_heads])
@@ -113,9 +112,9 @@ def test_joined_heads(join, b: int, h: int, t: int, k: int) -> None:
     as_made = normal(b, h, t, k), normal(b, t, h, k).transpose(1, 2), normal(b, h, k, t).transpose(2, 3)
     qkv_btf = torch.zeros(b, t, h * 3 * k, device=DEVICE, requires_grad=True)
     torch.autograd.backward(split_heads(qkv_btf, k), as_made)
-    dqkv_nf, sums_f = join(*as_made)
+    dqkv_nf, sums_pf = join(*as_made)
     assert dqkv_nf.equal(qkv_btf.grad.flatten(0, 1))
-    torch.testing.assert_close(sums_f.double(), dqkv_nf.double().sum(0), rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(sums_pf.double().sum(0), dqkv_nf.double().sum(0), rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize("is_skipped", [False, True])
