@@ -215,6 +215,42 @@ def joined_heads(
 
 
 @triton.jit
+def added_norm(
+    x,
+    late,
+    gain,
+    bias,
+    total,
+    out,
+    mean,
+    rstd,
+    rows,
+    columns,
+    eps,
+    COLUMNS: tl.constexpr,
+    STEP: tl.constexpr,
+):
+    """One program: STEP rows. COLUMNS is the power of two that holds them all."""
+    r = tl.program_id(0).to(tl.int64) * STEP + tl.arange(0, STEP)
+    c = tl.arange(0, COLUMNS)
+    mask = (r < rows)[:, None] & (c < columns)[None, :]
+    at = r[:, None] * columns + c[None, :]
+    value = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
+    value += tl.load(late + at, mask=mask, other=0.0).to(tl.float32)
+    rounded = value.to(total.dtype.element_ty)
+    tl.store(total + at, rounded, mask=mask)
+    value = rounded.to(tl.float32)
+    m = tl.sum(value, 1) / columns
+    centred = tl.where(mask, value - m[:, None], 0.0)
+    s = tl.rsqrt(tl.sum(centred * centred, 1) / columns + eps)
+    g = tl.load(gain + c, mask=c < columns, other=0.0).to(tl.float32)[None, :]
+    b = tl.load(bias + c, mask=c < columns, other=0.0).to(tl.float32)[None, :]
+    tl.store(out + at, (centred * s[:, None] * g + b).to(out.dtype.element_ty), mask=mask)
+    tl.store(mean + r, m, mask=r < rows)
+    tl.store(rstd + r, s, mask=r < rows)
+
+
+@triton.jit
 def norm_gradient(
     dy,
     beside,

@@ -146,14 +146,17 @@ class Block(nn.Module):
     def forward(
         self,
         x_btd: torch.Tensor,
+        late_btd: torch.Tensor | None,
         sample_keys_b: torch.Tensor | None = None,
         cache: KeyValueCache | None = None,
         may_look_b1tt: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        x_btd, normed_btd = self.norm1.fork(x_btd)
-        x_btd = x_btd + self.dropout1(self.attention(normed_btd, cache, may_look_b1tt), sample_keys_b)
-        x_btd, normed_btd = self.norm2.fork(x_btd)
-        return x_btd + self.dropout2(self.feedforward(normed_btd), sample_keys_b)
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Takes the residual stream and what is still to be added to it, and gives the same: whoever reads the stream
+        next does both in one pass."""
+        x_btd, normed_btd = self.norm1.fork(x_btd, late_btd)
+        late_btd = self.dropout1(self.attention(normed_btd, cache, may_look_b1tt), sample_keys_b)
+        x_btd, normed_btd = self.norm2.fork(x_btd, late_btd)
+        return x_btd, self.dropout2(self.feedforward(normed_btd), sample_keys_b)
 
 
 class Embedding(nn.Module):
@@ -251,10 +254,13 @@ class GPT(nn.Module):
         if self.embedding is not None:
             x = self.embedding(x, sample_keys_b, 0 if cache is None else cache.length, positions_bt)
         may_look_b1tt = None if documents_bt is None else block_causal(documents_bt)
+        # nothing yet; with a gradient like any other's, so that the first block is the same code as all others
+        late = torch.zeros_like(x, requires_grad=x.requires_grad)
         for layer, block in zip(self.stage.layers, self.blocks.values(), strict=True):
-            # told from outside which layer it is, a block is the same code as all others, and compiled once for all
+            # told from outside which layer it is, a block is compiled once for all
             keys_b = None if sample_keys_b is None else sample_keys_b + 2 * layer
-            x = block(x, keys_b, cache, may_look_b1tt)
+            x, late = block(x, late, keys_b, cache, may_look_b1tt)
+        x = x + late
         if self.head is not None:
             assert self.norm is not None
             x = self.head(self.norm(x), targets_bt, loss_weight)

@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fourfold.kernels import backward, float8
+from fourfold.kernels import float8, fused
 from fourfold.kernels.available import is_fast
-from fourfold.kernels.backward import GELU_CUBE, GELU_SLOPE
+from fourfold.kernels.fused import GELU_CUBE, GELU_SLOPE
 
 
 def gelu(x: torch.Tensor) -> torch.Tensor:
@@ -87,7 +87,7 @@ class _SummedGelu(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (x,) = ctx.saved_tensors
-        dx_nf, sums_pf = backward.gelu_gradient(dy.flatten(0, -2), x.flatten(0, -2))
+        dx_nf, sums_pf = fused.gelu_gradient(dy.flatten(0, -2), x.flatten(0, -2))
         return dx_nf.view(x.shape), sums_pf.sum(0)
 
 
@@ -100,7 +100,7 @@ class _SummedHeads(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients_bhtk: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        dqkv_nf, sums_pf = backward.joined_heads(*gradients_bhtk)
+        dqkv_nf, sums_pf = fused.joined_heads(*gradients_bhtk)
         b, _, t, _ = gradients_bhtk[0].shape
         return dqkv_nf.view(b, t, -1), sums_pf.sum(0), None
 
@@ -193,7 +193,7 @@ class _Float8Linear(torch.autograd.Function):
         cast_nf, turned_fn = float8.cast(dy_nf, scale, float8.BACKWARD)
         dx_nd = float8.multiply(cast_nf, turned_df, scale, weight_scale, dy.dtype)
         if flags.has_gelu:
-            dx_nd = backward.gelu_backward(dx_nd, x)
+            dx_nd = fused.gelu_backward(dx_nd, x)
         dweight_fd = float8.multiply(turned_fn, x_turned_dn, scale, x_scale, ctx.weight_dtype)
         dbias_f = dy_nf.sum(0, dtype=torch.float32) if ctx.has_bias else None
         return dx_nd.view(*dy.shape[:-1], -1), dweight_fd, dbias_f, None, None, None, None, None

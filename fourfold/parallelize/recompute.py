@@ -2,7 +2,9 @@
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
+import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -25,9 +27,15 @@ def apply_recompute(gpt: GPT, model: Model) -> None:
         part = GRANULARITIES[model.recompute_granularity](block)
         # Replacing forward, not wrapping the module, keeps every parameter's name. The generators' state is saved and
         # put back only where something draws from them: hidden dropout does not.
-        part.forward = partial(
+        again = partial(
             checkpoint,
             part.forward,
             use_reentrant=False,
             preserve_rng_state=model.attention_probs_dropout_prob > 0.0,
         )
+        part.forward = partial(added_first, again) if part is block else again
+
+
+def added_first(forward: Callable[..., Any], x: torch.Tensor, late: torch.Tensor, *rest: Any) -> Any:
+    """What a block takes is kept for backward: one tensor then, not two."""
+    return forward(x + late, None, *rest)

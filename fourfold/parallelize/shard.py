@@ -3,6 +3,7 @@
 Gradients are summed, never averaged: the loss was already divided by the tokens of the whole global batch.
 """
 
+import warnings
 from functools import partial
 
 import torch
@@ -29,6 +30,8 @@ def apply_sharding(gpt: GPT, config: Config, layout: Layout, mesh: DeviceMesh) -
         ),
         reshard_after_forward=sharding_stage(config, layout).frees_after_forward,
     )
+    # a block gives the view that its last product gives, and nothing changes that in place
+    warnings.filterwarnings("ignore", message=".*returned a view tensor", category=UserWarning)
     for block in gpt.blocks.values():
         apply(block)
     apply(gpt)  # the root too: what is left out is not synchronised

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fourfold.kernels import backward, cross_entropy, float8, update
+from fourfold.kernels import cross_entropy, float8, fused, update
 from fourfold.model.linear import split_heads
 from fourfold.model.loss import IGNORED
 from tests.require import require_module
@@ -78,7 +78,7 @@ def test_rows_at_once(at_once_) -> None:
     assert logits_nv[:, width:].eq(0).all() and logits_nv[2].eq(0).all() and picked_n[2] == 0
 
 
-@pytest.mark.parametrize("gradient", [backward.plain_gelu_gradient, backward.fast_gelu_gradient])
+@pytest.mark.parametrize("gradient", [fused.plain_gelu_gradient, fused.fast_gelu_gradient])
 @pytest.mark.parametrize("shape", [(600, 200), (256, 128), (3, 500)])
 def test_gelu_gradient(gradient, shape: tuple[int, int]) -> None:
     x_nf, dy_nf = 3 * normal(*shape), normal(*shape[::-1]).T
@@ -90,7 +90,23 @@ def test_gelu_gradient(gradient, shape: tuple[int, int]) -> None:
     assert gradient(dy_nf.bfloat16(), x_nf.bfloat16())[0].dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("gradient", [backward.plain_norm_gradient, backward.fast_norm_gradient])
+@pytest.mark.parametrize("norm", [fused.plain_added_norm, fused.fast_added_norm])
+@pytest.mark.parametrize("shape", [(131, 48), (3, 1100)])
+def test_added_norm(norm, shape: tuple[int, int]) -> None:
+    x_nd, late_nd = normal(2, *shape).unbind()
+    gain_d, bias_d = normal(2, shape[1]).unbind()
+    found = norm(x_nd, late_nd, gain_d, bias_d, 1e-3)
+    sum_nd = x_nd.double() + late_nd
+    y_nd, mean_n1, rstd_n1 = torch.native_layer_norm(sum_nd, [shape[1]], gain_d.double(), bias_d.double(), 1e-3)
+    for one, exact in zip(found, (sum_nd, y_nd, mean_n1[:, 0], rstd_n1[:, 0]), strict=True):
+        torch.testing.assert_close(one.double(), exact, rtol=1e-5, atol=1e-5)
+    # the norm is of the sum as it is rounded
+    rounded_nd, y_nd, *_ = norm(*(tensor.bfloat16() for tensor in (x_nd, late_nd, gain_d, bias_d)), 1e-3)
+    again_nd, *_ = torch.native_layer_norm(rounded_nd, [shape[1]], gain_d.bfloat16(), bias_d.bfloat16(), 1e-3)
+    torch.testing.assert_close(y_nd, again_nd)
+
+
+@pytest.mark.parametrize("gradient", [fused.plain_norm_gradient, fused.fast_norm_gradient])
 @pytest.mark.parametrize("shape", [(2115, 48), (64, 256), (530, 1100)])
 def test_norm_gradient(gradient, shape: tuple[int, int]) -> None:
     x_nd, dy_nd, beside_nd = normal(3, *shape).unbind()
@@ -106,7 +122,7 @@ def test_norm_gradient(gradient, shape: tuple[int, int]) -> None:
     torch.testing.assert_close(sums_p2d.double().sum(0), expected_2d, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("join", [backward.plain_joined_heads, backward.fast_joined_heads])
+@pytest.mark.parametrize("join", [fused.plain_joined_heads, fused.fast_joined_heads])
 @pytest.mark.parametrize(("b", "h", "t", "k"), [(2, 3, 150, 16), (1, 2, 7, 24), (3, 1, 128, 64)])
 def test_joined_heads(join, b: int, h: int, t: int, k: int) -> None:
     as_made = normal(b, h, t, k), normal(b, t, h, k).transpose(1, 2), normal(b, h, k, t).transpose(2, 3)

@@ -1,8 +1,9 @@
-"""Gradients that are written and summed in one pass: a bias's gradient is the sum over all rows of its output's, and
-the kernel that writes that has it at hand.
+"""Passes over activations that do more than one thing to them while they are at hand.
 
-Each gives the gradient and, in float32, sums over parts of its rows, to be added up by whoever asked (the compiler does
-that well). Shapes: n rows, f columns, d hidden, b batch, h heads, t time, k head width, p parts.
+A bias's gradient is the sum over all rows of its output's: what writes that also sums it, in float32, over parts of the
+rows, to be added up by whoever asked (the compiler does that well). And a layer norm sits where something was added to
+the residual stream: one pass adds and norms, and one in backward makes the norm's gradient and adds what comes back
+beside it. Shapes: n rows, f columns, d hidden, b batch, h heads, t time, k head width, p parts.
 """
 
 import torch
@@ -14,6 +15,9 @@ if HAS_TRITON:
 
 GELU_SLOPE, GELU_CUBE = 1.5957691216057308, 0.044715
 """Of gelu(x) = x sigmoid(slope (x + cube x^3)), which is its approximation by tanh; slope = 2 sqrt(2 / pi)."""
+
+WIDEST_NORM = 8192
+"""A row of more has no room in registers, and what is read ahead none in shared memory."""
 
 PART = 256
 """Rows that one program sums."""
@@ -95,6 +99,46 @@ def fast_joined_heads(dq_bhtk: torch.Tensor, dk_bhtk: torch.Tensor, dv_bhtk: tor
     return dqkv_nf, sums_pf
 
 
+Four = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+@torch.library.custom_op("fourfold::added_norm", mutates_args=())
+def added_norm(
+    x_nd: torch.Tensor, late_nd: torch.Tensor, gain_d: torch.Tensor, bias_d: torch.Tensor, eps: float
+) -> Four:
+    """A sum, its layer norm, and the mean and the reciprocal deviation of its rows."""
+    return (fast_added_norm if is_fast(x_nd) else plain_added_norm)(x_nd, late_nd, gain_d, bias_d, eps)
+
+
+@added_norm.register_fake
+def _(x_nd: torch.Tensor, late_nd: torch.Tensor, gain_d: torch.Tensor, bias_d: torch.Tensor, eps: float) -> Four:
+    mean_n, rstd_n = (x_nd.new_empty(len(x_nd), dtype=torch.float32) for _ in range(2))
+    return torch.empty_like(x_nd), torch.empty_like(x_nd), mean_n, rstd_n
+
+
+def plain_added_norm(
+    x_nd: torch.Tensor, late_nd: torch.Tensor, gain_d: torch.Tensor, bias_d: torch.Tensor, eps: float
+) -> Four:
+    sum_nd = x_nd + late_nd
+    y_nd, mean_n1, rstd_n1 = torch.native_layer_norm(sum_nd, gain_d.shape, gain_d, bias_d, eps)
+    return sum_nd, y_nd, mean_n1.flatten().float(), rstd_n1.flatten().float()
+
+
+def fast_added_norm(
+    x_nd: torch.Tensor, late_nd: torch.Tensor, gain_d: torch.Tensor, bias_d: torch.Tensor, eps: float
+) -> Four:
+    (n, d), wide = x_nd.shape, power_of_two(x_nd.shape[1])
+    x_nd, late_nd = x_nd.contiguous(), late_nd.contiguous()
+    sum_nd, y_nd = torch.empty_like(x_nd), torch.empty_like(x_nd)
+    mean_n, rstd_n = (x_nd.new_empty(n, dtype=torch.float32) for _ in range(2))
+    step = max(1, 4096 // wide)
+    code.added_norm[(-(-n // step),)](
+        x_nd, late_nd, gain_d, bias_d, sum_nd, y_nd, mean_n, rstd_n, n, d, eps, COLUMNS=wide, STEP=step,
+        num_warps=max(4, wide // 1024),
+    )  # fmt: skip
+    return sum_nd, y_nd, mean_n, rstd_n
+
+
 @torch.library.custom_op("fourfold::norm_gradient", mutates_args=())
 def norm_gradient(
     dy_nd: torch.Tensor,
@@ -162,7 +206,6 @@ def fast_norm_gradient(
     dx_nd, sums_p2d = torch.empty_like(x_nd), x_nd.new_empty(parts, 2, d, dtype=torch.float32)
     code.norm_gradient[(parts,)](
         dy_nd, beside_nd, x_nd, mean_n, rstd_n, gain_d, dx_nd, sums_p2d, n, d, each, COLUMNS=wide,
-        STEP=2 if 1024 < wide <= 4096 else 1, num_warps=2 if wide <= 1024 else 8 if wide <= 8192 else 16,
-        AHEAD=3 if wide <= 8192 else 1,  # what is read ahead lies in shared memory
+        STEP=2 if 1024 < wide <= 4096 else 1, AHEAD=3, num_warps=2 if wide <= 1024 else 8,
     )  # fmt: skip
     return dx_nd, sums_p2d
