@@ -103,10 +103,11 @@ def new_gradient_bytes(config: Config, layout: Layout, stages: list[PipeStage], 
         fresh = [*block_parameters(config.model, 0), *outside_blocks(config, stages)]
         return both * held(layout, fresh)
     hidden, _, vocab, _ = sizes(config.model)
-    of_embedding = FLOAT32_BYTES * vocab * hidden // layout.mp
-    if config.engine.compile and micro_batches > 1:  # a compiled backward hands over all of its gradients at its end
-        return max(FLOAT32_BYTES * held(layout, list(parameters(config.model, stage))) for stage in stages)
-    return of_embedding if any(stage.has_embedding or stage.has_head for stage in stages) else 0
+    has_vocabulary = any(stage.has_embedding or stage.has_head for stage in stages)
+    of_embedding = FLOAT32_BYTES * vocab * hidden // layout.mp if has_vocabulary else 0
+    if config.engine.compile and micro_batches > 1:  # a compiled backward hands over its block's gradients at its end
+        return max(of_embedding, FLOAT32_BYTES * held(layout, list(block_parameters(config.model, 0))))
+    return of_embedding
 
 
 def outside_blocks(config: Config, stages: list[PipeStage]) -> list[Parameter]:

@@ -26,7 +26,7 @@ from fourfold.model.linear import (
     split_heads,
 )
 from fourfold.model.loss import summed_cross_entropy
-from fourfold.model.norm import LayerNorm
+from fourfold.model.norm import LayerNorm, Nothing
 
 
 class KeyValueCache(Protocol):
@@ -254,8 +254,7 @@ class GPT(nn.Module):
         if self.embedding is not None:
             x = self.embedding(x, sample_keys_b, 0 if cache is None else cache.length, positions_bt)
         may_look_b1tt = None if documents_bt is None else block_causal(documents_bt)
-        # nothing yet; with a gradient like any other's, so that the first block is the same code as all others
-        late = torch.zeros_like(x, requires_grad=x.requires_grad)
+        late = Nothing.apply(x)
         for layer, block in zip(self.stage.layers, self.blocks.values(), strict=True):
             # told from outside which layer it is, a block is compiled once for all
             keys_b = None if sample_keys_b is None else sample_keys_b + 2 * layer

@@ -24,6 +24,19 @@ class LayerNorm(nn.LayerNorm):
         return x, self(x)
 
 
+class Nothing(torch.autograd.Function):
+    """Zeros like a tensor, to be added to it. They take a gradient, so that what they go into is the same code as for
+    something, and drop it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return torch.zeros_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, _: torch.Tensor) -> None:
+        return None
+
+
 class _Fork(torch.autograd.Function):
     @staticmethod
     def forward(

@@ -217,11 +217,11 @@ def test_mp_divides_what_lies_inside_of_a_layer_and_sequence_parallel_most_of_th
 
 
 def test_more_micro_batches_leave_fewer_activations_and_all_gradients() -> None:
-    """A compiled backward has new gradients beside those it will be added to."""
+    """A compiled backward has the new gradients of one block beside those that they will be added to, not of all."""
     config = config_of(micro_batch_size=1)
     state = state_bytes(config, Layout(), FIRST)
     peak = peak_bytes(config, Layout(), FIRST)
-    assert state.total + state.gradients < peak.total < state.total + state.gradients + 3 * GIB
+    assert state.total < peak.total < state.total + state.gradients
 
 
 def test_offloaded_state_is_not_on_the_device() -> None:
