@@ -1,5 +1,6 @@
 """Differences between PyTorch versions, one function each, with the reason and when it can go."""
 
+import warnings
 from typing import Any
 
 import torch
@@ -25,3 +26,9 @@ def fsdp_groups(state: Any) -> list[Any]:
     if groups is None:
         groups = [group for group in (state._fsdp_param_group,) if group is not None]
     return list(groups)
+
+
+def allow_views() -> None:
+    """2.13 warns of every module under FSDP that returns a view, in case somebody changes it in place. A block returns
+    what its last product gives, which is one, and nobody does. Remove when PyTorch warns of the change instead."""
+    warnings.filterwarnings("ignore", message=".*returned a view tensor", category=UserWarning)

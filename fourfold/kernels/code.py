@@ -91,16 +91,17 @@ def rows_at_once(
     tl.store(total + row, row_sum)
     tl.store(picked + row, found)
     log_sum = row_top + tl.log2(row_sum)
-    factor = tl.where(target != IGNORED, tl.load(weight), 0.0)
+    factor = tl.load(weight)
+    counts = target != IGNORED  # where not, the gradient is zero even of what is not a number
     for begin in range(WHOLE, stored, CHUNK):
         at = begin + places
         x = tl.load(logits + at, mask=at < WIDTH, other=LOWEST).to(tl.float32) * LOG2_E
-        gradient = tl.exp2(x - log_sum) * factor
+        gradient = tl.where(counts & (at < WIDTH), tl.exp2(x - log_sum) * factor, 0.0)
         tl.store(logits + at, gradient.to(logits.dtype.element_ty), mask=at < stored)
     for begin in range(0, WHOLE, CHUNK):
         at = (WHOLE - CHUNK - begin) + places
         x = tl.load(logits + at).to(tl.float32) * LOG2_E
-        gradient = tl.exp2(x - log_sum) * factor
+        gradient = tl.where(counts, tl.exp2(x - log_sum) * factor, 0.0)
         tl.store(logits + at, gradient.to(logits.dtype.element_ty))
     tl.debug_barrier()  # one more number to be written, over what somebody wrote
     at_target = (tl.exp2(found * LOG2_E - log_sum) - 1.0) * factor

@@ -59,7 +59,7 @@ def row_gradient_(
     if width:
         is_here_n1 = ((column_n >= 0) & (column_n < width))[:, None]
         gradient_nv.scatter_add_(1, column_n.clamp(0, width - 1)[:, None], -is_here_n1.float())
-    logits_nv[:, :width] = gradient_nv.mul_(torch.where(targets_n != ignored, weight, 0.0)[:, None])
+    logits_nv[:, :width] = gradient_nv.mul_(weight).masked_fill_((targets_n == ignored)[:, None], 0.0)
     logits_nv[:, width:] = 0.0
     return logits_nv
 

@@ -17,7 +17,7 @@ GELU_SLOPE, GELU_CUBE = 1.5957691216057308, 0.044715
 """Of gelu(x) = x sigmoid(slope (x + cube x^3)), which is its approximation by tanh; slope = 2 sqrt(2 / pi)."""
 
 WIDEST_NORM = 8192
-"""A row of more has no room in registers, and what is read ahead none in shared memory."""
+"""A row of more has no room in registers."""
 
 PART = 256
 """Rows that one program sums."""
@@ -39,7 +39,7 @@ def gelu_gradient(dy_nf: torch.Tensor, x_nf: torch.Tensor) -> Pair:
 @gelu_gradient.register_fake
 def _(dy_nf: torch.Tensor, x_nf: torch.Tensor) -> Pair:
     n, f = x_nf.shape
-    return torch.empty_like(x_nf), x_nf.new_empty(parts_of(x_nf, n), f, dtype=torch.float32)
+    return x_nf.new_empty(n, f), x_nf.new_empty(parts_of(x_nf, n), f, dtype=torch.float32)
 
 
 def plain_gelu_gradient(dy_nf: torch.Tensor, x_nf: torch.Tensor) -> Pair:
@@ -113,7 +113,7 @@ def added_norm(
 @added_norm.register_fake
 def _(x_nd: torch.Tensor, late_nd: torch.Tensor, gain_d: torch.Tensor, bias_d: torch.Tensor, eps: float) -> Four:
     mean_n, rstd_n = (x_nd.new_empty(len(x_nd), dtype=torch.float32) for _ in range(2))
-    return torch.empty_like(x_nd), torch.empty_like(x_nd), mean_n, rstd_n
+    return x_nd.new_empty(x_nd.shape), x_nd.new_empty(x_nd.shape), mean_n, rstd_n
 
 
 def plain_added_norm(
@@ -164,7 +164,7 @@ def _(
 ) -> Pair:
     n, d = x_nd.shape
     parts = norm_parts(n, d)[0] if is_fast(x_nd) else 1
-    return torch.empty_like(x_nd), x_nd.new_empty(parts, 2, d, dtype=torch.float32)
+    return x_nd.new_empty(n, d), x_nd.new_empty(parts, 2, d, dtype=torch.float32)
 
 
 def plain_norm_gradient(
@@ -185,11 +185,16 @@ def plain_norm_gradient(
 
 
 def norm_parts(n: int, d: int) -> tuple[int, int]:
-    """How many programs share the rows, and how many each takes. A Hopper GPU has 132 processors, and eight programs
-    fit on one while a row is short."""
-    each = -(-n // (1056 if d <= 1024 else 264))
+    """How many programs share the rows, and how many each takes, two at a time. A Hopper GPU has 132 processors, and
+    eight programs fit on one while a row is short."""
+    each = max(2, -(-n // (1056 if d <= 1024 else 264)))
     each += each % 2
     return -(-n // each), each
+
+
+def shared_bytes(x: torch.Tensor) -> int:
+    """What a program may have for itself close to its processor."""
+    return getattr(torch.cuda.get_device_properties(x.device), "shared_memory_per_block_optin", 0) if x.is_cuda else 0
 
 
 def fast_norm_gradient(
@@ -203,9 +208,11 @@ def fast_norm_gradient(
     (n, d), wide = x_nd.shape, power_of_two(x_nd.shape[1])
     dy_nd, beside_nd, x_nd = dy_nd.contiguous(), beside_nd.contiguous(), x_nd.contiguous()
     parts, each = norm_parts(n, d)
+    step = 2 if 1024 < wide <= 4096 else 1
+    read_bytes = 3 * step * wide * x_nd.element_size()
     dx_nd, sums_p2d = torch.empty_like(x_nd), x_nd.new_empty(parts, 2, d, dtype=torch.float32)
     code.norm_gradient[(parts,)](
         dy_nd, beside_nd, x_nd, mean_n, rstd_n, gain_d, dx_nd, sums_p2d, n, d, each, COLUMNS=wide,
-        STEP=2 if 1024 < wide <= 4096 else 1, AHEAD=3, num_warps=2 if wide <= 1024 else 8,
+        STEP=step, AHEAD=3 if 3 * read_bytes <= shared_bytes(x_nd) else 1, num_warps=2 if wide <= 1024 else 8,
     )  # fmt: skip
     return dx_nd, sums_p2d

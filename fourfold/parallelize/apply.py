@@ -102,8 +102,8 @@ COMPILED_INSIDE: dict[str, Callable[[Block], list[nn.Module]]] = {
 
 
 def apply_compile(gpt: GPT, config: Config, layout: Layout) -> None:
-    """Piece by piece: all blocks are one piece of code, compiled once, and what a graph of the whole stage could fuse
-    beyond them is one pass over the residual stream per block."""
+    """Piece by piece: all blocks are the same code, compiled once, and a graph of the whole stage would have nothing
+    more to fuse."""
     if not config.engine.compile:
         return
     blocks = [block for block in gpt.blocks.values() if isinstance(block, Block)]

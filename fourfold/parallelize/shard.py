@@ -3,13 +3,13 @@
 Gradients are summed, never averaged: the loss was already divided by the tokens of the whole global batch.
 """
 
-import warnings
 from functools import partial
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
+from fourfold.compat import allow_views
 from fourfold.config.schema import Config
 from fourfold.cost.sharding import ShardingStage, is_sharded, sharding_stage
 from fourfold.layout.layout import Layout
@@ -30,8 +30,7 @@ def apply_sharding(gpt: GPT, config: Config, layout: Layout, mesh: DeviceMesh) -
         ),
         reshard_after_forward=sharding_stage(config, layout).frees_after_forward,
     )
-    # a block gives the view that its last product gives, and nothing changes that in place
-    warnings.filterwarnings("ignore", message=".*returned a view tensor", category=UserWarning)
+    allow_views()
     for block in gpt.blocks.values():
         apply(block)
     apply(gpt)  # the root too: what is left out is not synchronised

@@ -98,8 +98,8 @@ def local(parameter: torch.Tensor) -> torch.Tensor:
 # How each kind of module computes on its share. They replace `forward`; the modules stay what they are.
 
 
-def column_linear(module: Any, region: Region, x: torch.Tensor) -> torch.Tensor:
-    """Holds some of the output features."""
+def column_linear(module: Any, region: Region, x: torch.Tensor) -> Any:
+    """Holds some of the output features, of which attention's layer makes heads."""
     return module.multiply(enter(x, region), local(module.weight), local(module.bias))
 
 
@@ -152,7 +152,7 @@ class SharedVocabulary(Vocabulary):
         return RowStatistics(highest_n, *_sum(sums_2n, self.group))
 
 
-MP_PLAN: dict[str, Callable[..., torch.Tensor] | None] = {
+MP_PLAN: dict[str, Callable[..., Any] | None] = {
     "embedding.tokens": vocabulary_embedding,
     "embedding.positions": positions_share,
     "attention.qkv": column_linear,

@@ -116,6 +116,8 @@ def introduce(run: Run) -> None:
         log.warning(f"{len(run.corpus.passed_over)} files were passed over: {names}")
     if run.config.data.split_by == "window":
         log.warning("data.split_by = window: the validation windows overlap the training text, so their loss flatters")
+    if run.config.engine.amp_dtype == "float8" and not run.config.engine.use_amp:
+        log.warning("engine.amp_dtype = float8 has no effect: use_amp is false, which is what auto means on a CPU")
     if (
         run.config.distributed.sharding.sharding_stage == 3
         and not sharding_stage(run.config, run.layout).frees_after_forward

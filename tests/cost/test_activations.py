@@ -216,7 +216,7 @@ def test_mp_divides_what_lies_inside_of_a_layer_and_sequence_parallel_most_of_th
     assert cut_twice / whole == pytest.approx(9 / 16, abs=0.02)
 
 
-def test_more_micro_batches_leave_fewer_activations_and_all_gradients() -> None:
+def test_more_micro_batches_leave_fewer_activations_and_a_block_of_new_gradients() -> None:
     """A compiled backward has the new gradients of one block beside those that they will be added to, not of all."""
     config = config_of(micro_batch_size=1)
     state = state_bytes(config, Layout(), FIRST)

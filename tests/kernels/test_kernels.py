@@ -62,11 +62,13 @@ def test_row_gradient(gradient_) -> None:
 
 
 @pytest.mark.parametrize("at_once_", [cross_entropy.rows_at_once_, cross_entropy.fast_rows_at_once_])
-def test_rows_at_once(at_once_) -> None:
-    logits_nv, width = 30 * normal(4, 20480), 20003  # more than lanes read at a time
-    targets_n = torch.tensor([0, 20002, IGNORED, 9000], device=DEVICE)
-    before_nv = logits_nv.clone()
-    exact_nv = before_nv[:, :width].double().requires_grad_()
+@pytest.mark.parametrize(("width", "stored"), [(20003, 20480), (65, 128), (100, 10000)])
+def test_rows_at_once(at_once_, width: int, stored: int) -> None:
+    """With more than lanes read at a time, less, and more padding than that."""
+    logits_nv = 30 * normal(4, stored)
+    targets_n = torch.tensor([0, width - 1, IGNORED, width // 2], device=DEVICE)
+    exact_nv = logits_nv[:, :width].double().requires_grad_()
+    logits_nv[2, 7] = torch.inf  # which does not count
     losses_n = torch.nn.functional.cross_entropy(exact_nv, targets_n, reduction="none", ignore_index=IGNORED)
     (0.37 * losses_n.sum()).backward()
     weight = torch.tensor(0.37, device=DEVICE)
@@ -123,7 +125,7 @@ def test_norm_gradient(gradient, shape: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize("join", [fused.plain_joined_heads, fused.fast_joined_heads])
-@pytest.mark.parametrize(("b", "h", "t", "k"), [(2, 3, 150, 16), (1, 2, 7, 24), (3, 1, 128, 64)])
+@pytest.mark.parametrize(("b", "h", "t", "k"), [(2, 3, 150, 16), (1, 2, 7, 24), (2, 2, 256, 16)])
 def test_joined_heads(join, b: int, h: int, t: int, k: int) -> None:
     as_made = normal(b, h, t, k), normal(b, t, h, k).transpose(1, 2), normal(b, h, k, t).transpose(2, 3)
     qkv_btf = torch.zeros(b, t, h * 3 * k, device=DEVICE, requires_grad=True)
@@ -131,6 +133,19 @@ def test_joined_heads(join, b: int, h: int, t: int, k: int) -> None:
     dqkv_nf, sums_pf = join(*as_made)
     assert dqkv_nf.equal(qkv_btf.grad.flatten(0, 1))
     torch.testing.assert_close(sums_pf.double().sum(0), dqkv_nf.double().sum(0), rtol=1e-5, atol=1e-4)
+
+
+def test_what_the_compiler_is_told_of_the_kernels_is_so() -> None:
+    x_nd, gain_d = normal(600, 48).bfloat16(), normal(48).bfloat16()
+    statistics = normal(2, 600).unbind()
+    heads = normal(3, 2, 3, 150, 16).bfloat16().unbind()
+    for operation, given in (
+        (fused.gelu_gradient, (x_nd, x_nd)),
+        (fused.joined_heads, heads),
+        (fused.added_norm, (x_nd, x_nd, gain_d, gain_d, 1e-5)),
+        (fused.norm_gradient, (x_nd, x_nd, x_nd, *statistics, gain_d)),
+    ):
+        torch.library.opcheck(operation, given, test_utils=("test_schema", "test_faketensor"))
 
 
 @pytest.mark.parametrize("is_skipped", [False, True])

@@ -333,3 +333,10 @@ def test_what_a_run_leaves_is_where_it_should_be(trained: Path) -> None:
         "tokenizer.json",
     }
     assert json.loads((checkpoint / "progress.json").read_text())["step"] == 2
+
+
+def test_float8_that_is_not_used_is_said(tmp_path: Path) -> None:
+    config = tiny_config(tmp_path, max_steps=1, amp_dtype="float8")
+    run_training(config)
+    [log_file] = (Path(config.engine.output_dir) / "logs").iterdir()
+    assert "engine.amp_dtype = float8 has no effect" in log_file.read_text(encoding="utf-8")

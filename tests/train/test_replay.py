@@ -1,7 +1,9 @@
 """The order of things around a recorded step. The graph itself needs a GPU; here a stand-in takes its place."""
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -9,7 +11,9 @@ import torch
 
 from fourfold.data.loader import Batch
 from fourfold.errors import ConfigError
-from fourfold.train.replay import STEPS_BEFORE, Replay
+from fourfold.mesh.process import Process
+from fourfold.train.replay import STEPS_BEFORE, Replay, is_replayable
+from tests.tiny import tiny_config
 
 
 class Result(NamedTuple):
@@ -100,3 +104,21 @@ def test_nothing_is_recorded_where_it_is_not_possible(recorded: list[Any]) -> No
     for _ in range(4):
         replay(step, batch_of(1), torch.tensor([0.5]))
     assert step.calls == 4 and not recorded
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ({}, True),
+        ({"compile": False}, False),
+        ({"attention_probs_dropout_prob": 0.1}, True),
+        ({"use_recompute": True}, True),
+        ({"attention_probs_dropout_prob": 0.1, "use_recompute": True}, False),  # which would read a generator's state
+        ({"sharding_offload": True}, False),
+    ],
+)
+def test_what_is_recorded(tmp_path: Path, keys: dict[str, Any], expected: bool) -> None:
+    config = tiny_config(tmp_path, **({"compile": True} | keys))
+    process = Process(0, 1, 0, torch.device("cuda"), 60.0)
+    assert is_replayable(config, process) is expected
+    assert not is_replayable(config, dataclasses.replace(process, world_size=2))
