@@ -31,6 +31,9 @@ RESOLVE_S = 20.0
 """How long a name may take to be known: a cluster's names appear with its machines."""
 ANSWER_S = 20.0
 """How long the store may take to answer once its port is open."""
+FREE_S = 10.0
+"""How long the first rank waits for its port. A launcher chose it while it was free, and a passing connection of
+another program may have been given it since."""
 COME_S = 60.0
 """How long a rank that cannot take part looks for the first one, to tell it why."""
 TELL_S = 10.0
@@ -161,25 +164,34 @@ def open_store(place: Place, patience_s: float) -> dist.Store:
         wait_for_workers=False,  # we wait ourselves, and know who is missing
         multi_tenant=True,
     )
-    try:
-        with quiet():
-            # its own timeout does not end its wait for a greeting
-            return dist.PrefixStore(f"attempt/{place.attempt}", within(ANSWER_S, store))
-    except (dist.DistError, TimeoutError) as error:
-        if not place.keeps_store:
-            raise LaunchError(
-                f"{where(place)} is answered, but not by the first rank of this run: another program has the port; "
-                "choose another MASTER_PORT on every machine"
-            ) from error
-        if os.strerror(errno.EADDRINUSE).lower() in str(error).lower():
-            raise LaunchError(
-                f"port {place.port} of {place.host} is in use by another program; choose another MASTER_PORT on every "
-                "machine"
-            ) from error
-        raise LaunchError(
-            f"rank 0 on {place.host} cannot listen at {where(place)} ({first_line(error)}); check that MASTER_ADDR is "
-            "an address of this machine, and MASTER_PORT a free port above 1023"
-        ) from error
+    end_s = time.monotonic() + FREE_S
+    while True:
+        try:
+            with quiet():
+                # its own timeout does not end its wait for a greeting
+                return dist.PrefixStore(f"attempt/{place.attempt}", within(ANSWER_S, store))
+        except (dist.DistError, TimeoutError) as error:
+            is_taken = place.keeps_store and os.strerror(errno.EADDRINUSE).lower() in str(error).lower()
+            if not is_taken or time.monotonic() > end_s:
+                raise not_open(place, error, is_taken) from error
+        time.sleep(0.1)
+
+
+def not_open(place: Place, error: Exception, is_taken: bool) -> LaunchError:
+    if not place.keeps_store:
+        return LaunchError(
+            f"{where(place)} is answered, but not by the first rank of this run: another program has the port; "
+            "choose another MASTER_PORT on every machine"
+        )
+    if is_taken:
+        return LaunchError(
+            f"port {place.port} of {place.host} is in use by another program; choose another MASTER_PORT on every "
+            "machine"
+        )
+    return LaunchError(
+        f"rank 0 on {place.host} cannot listen at {where(place)} ({first_line(error)}); check that MASTER_ADDR is an "
+        "address of this machine, and MASTER_PORT a free port above 1023"
+    )
 
 
 def within(limit_s: float, action: Callable[[], Result]) -> Result:

@@ -67,8 +67,8 @@ def multiply_then_split(
 
 def sums_in_passing(x: torch.Tensor) -> bool:
     """Whether a bias's gradient is summed by what writes the gradient of its output, which has own kernels. Only where
-    backward is compiled: pipes that take it apart run both halves of such a function, and PyTorch before 2.12 mixes up
-    the gradients of several outputs there."""
+    backward is compiled: pipes that take it apart run both halves of such a function, and PyTorch before its change
+    175705 mixes up the gradients of several outputs there."""
     return is_fast(x) and x.dtype != torch.float32 and torch.is_grad_enabled() and torch.compiler.is_compiling()
 
 

@@ -1,6 +1,7 @@
 """Ranks that meet, or do not. They are threads here, each with a store connection of its own; nothing is pretended."""
 
 import socket
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
@@ -10,7 +11,7 @@ import pytest
 from fourfold.errors import ConfigError, LaunchError
 from fourfold.mesh import meeting
 from fourfold.mesh.fingerprint import fingerprint_of
-from fourfold.mesh.meeting import Place, meet, place_in, refuse
+from fourfold.mesh.meeting import Place, meet, open_store, place_in, refuse
 from tests.ports import free_port
 
 
@@ -85,6 +86,7 @@ def test_a_port_that_another_program_has_is_a_sentence_on_every_rank(
     places: list[Place], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(meeting, "ANSWER_S", 1.0)
+    monkeypatch.setattr(meeting, "FREE_S", 0.5)
     with socket.socket() as taken:
         taken.bind(("", places[0].port))
         taken.listen()
@@ -92,6 +94,17 @@ def test_a_port_that_another_program_has_is_a_sentence_on_every_rank(
             meet(places[0], fingerprint_of(), 30.0)
         with pytest.raises(LaunchError, match="is answered, but not by the first rank of this run"):
             meet(places[1], fingerprint_of(), 30.0)
+
+
+def test_a_port_that_somebody_has_in_passing_is_waited_for(places: list[Place]) -> None:
+    taken = socket.socket()
+    taken.bind(("127.0.0.1", places[0].port))
+    with ThreadPoolExecutor() as pool:
+        opened = pool.submit(open_store, places[0], 30.0)
+        time.sleep(0.5)
+        assert not opened.done()
+        taken.close()
+        opened.result(timeout=30.0).set("key", "value")
 
 
 def test_a_first_rank_that_never_comes_is_a_sentence(places: list[Place]) -> None:
