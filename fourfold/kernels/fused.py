@@ -111,7 +111,7 @@ def added_norm(
 
 
 @added_norm.register_fake
-def _(x_nd: torch.Tensor, late_nd: torch.Tensor, gain_d: torch.Tensor, bias_d: torch.Tensor, eps: float) -> Four:
+def _(x_nd: torch.Tensor, *_: object) -> Four:
     mean_n, rstd_n = (x_nd.new_empty(len(x_nd), dtype=torch.float32) for _ in range(2))
     return x_nd.new_empty(x_nd.shape), x_nd.new_empty(x_nd.shape), mean_n, rstd_n
 
@@ -154,14 +154,7 @@ def norm_gradient(
 
 
 @norm_gradient.register_fake
-def _(
-    dy_nd: torch.Tensor,
-    beside_nd: torch.Tensor,
-    x_nd: torch.Tensor,
-    mean_n: torch.Tensor,
-    rstd_n: torch.Tensor,
-    gain_d: torch.Tensor,
-) -> Pair:
+def _(dy_nd: torch.Tensor, beside_nd: torch.Tensor, x_nd: torch.Tensor, *_: torch.Tensor) -> Pair:
     n, d = x_nd.shape
     parts = norm_parts(n, d)[0] if is_fast(x_nd) else 1
     return x_nd.new_empty(n, d), x_nd.new_empty(parts, 2, d, dtype=torch.float32)
