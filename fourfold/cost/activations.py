@@ -59,6 +59,10 @@ BEGINNINGS = {
 }
 """What recomputing a part begins from, where the table does not hold it anyway."""
 
+GELU_AGAIN_FROM = 4096
+"""So wide, a compiled model on a GPU makes gelu's output again in backward: a quarter of what a block keeps, and the
+wider the model, the less it costs."""
+
 CHUNK_LOGITS, MOST_CHUNKS = 2**28, 8
 """The loss cuts no finer than into so many logits or chunks: each chunk is a pass over the head's gradient."""
 FLOAT16_ROWS = 4096
@@ -84,11 +88,17 @@ def element_bytes(config: Config, layer: int) -> dict[Kind, int]:
     return {
         "compute": compute,
         "input": 1 if float8 else compute,
-        "again": 0 if float8 else compute,  # in 8 bits, made again in backward
+        "again": 0 if float8 or makes_gelu_again(config) else compute,
         "float32": FLOAT32_BYTES,
         "dropout": int(config.model.hidden_dropout_prob > 0.0),
         "documents": compute if config.data.reset_attention_mask else 0,
     }
+
+
+def makes_gelu_again(config: Config) -> bool:
+    """As `multiply_then_gelu` does (model/linear.py). In 8 bits it is made again in any case."""
+    is_fast = config.global_.device == "gpu" and bool(config.engine.use_amp and config.engine.compile)
+    return is_fast and config.model.hidden_size >= GELU_AGAIN_FROM
 
 
 def widths(config: Config) -> dict[Width, int]:
@@ -206,8 +216,11 @@ def block_moment_bytes(config: Config, layout: Layout, layer: int) -> int:
     again = block_bytes(config, layout, layer, None) - block_bytes(config, layout, layer, granularity(config))
     hashes = 3 * FLOAT32_BYTES if config.model.hidden_dropout_prob > 0.0 and not config.engine.compile else 0
     gradients = 2 * ffn * compute + hidden * (2 * compute + hashes)
-    casts = ffn + 2 * hidden if is_float8(config, layer) else 0  # down's input turned; its gradient both ways
-    return max(0, again) + tokens_of(config) * (gradients + casts)
+    if is_float8(config, layer):
+        gradients += ffn + 2 * hidden  # down's input turned; its gradient both ways
+    elif makes_gelu_again(config):
+        gradients += ffn * compute
+    return max(0, again) + tokens_of(config) * gradients
 
 
 def chunk_rows(num_rows: int, vocab: int, is_float16: bool) -> int:

@@ -10,7 +10,9 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
+from fourfold.cost.activations import GELU_AGAIN_FROM
 from fourfold.kernels import float8, fused
 from fourfold.kernels.available import is_fast
 from fourfold.kernels.fused import GELU_CUBE, GELU_SLOPE
@@ -53,7 +55,10 @@ class _WideGradient(torch.autograd.Function):
 def multiply_then_gelu(x: torch.Tensor, weight_fd: torch.Tensor, bias_f: torch.Tensor) -> torch.Tensor:
     if not sums_in_passing(x):
         return gelu(multiply(x, weight_fd, bias_f))
-    return _SummedGelu.apply(multiply(x, weight_fd, bias_f.detach()), bias_f)
+    y = multiply(x, weight_fd, bias_f.detach())
+    if x.shape[-1] < GELU_AGAIN_FROM:
+        return _SummedGelu.apply(y, bias_f)
+    return checkpoint(_SummedGelu.apply, y, bias_f, use_reentrant=False, preserve_rng_state=False)
 
 
 def multiply_then_split(
@@ -170,13 +175,14 @@ class _Float8Linear(torch.autograd.Function):
         scale = float8.scale_of(gelu(x_nd) if flags.has_gelu else x_nd, float8.FORWARD)
         is_turned = wants_grad and not flags.keeps_input
         casts = float8.cast(x_nd, scale, float8.FORWARD, turned=is_turned, has_gelu=flags.has_gelu)
-        y_nf = float8.multiply(
-            casts.as_it_lies_rc, cast_fd, scale, weight_scale, x.dtype, None if bias_f is None else bias_f.to(x.dtype)
-        )
+        bias = None if bias_f is None else bias_f.to(x.dtype)
+        y_nf = float8.multiply(casts.as_it_lies_rc, cast_fd.T, scale, weight_scale, x.dtype, bias)
+        # as backward multiplies with them: the compiler keeps a view that it makes itself there until all of backward
+        # has ended
         ctx.save_for_backward(
-            x_nd if flags.keeps_input else casts.turned_cr,
+            x_nd if flags.keeps_input else casts.turned_cr.t(),  # empty where there is no backward
             scale,
-            weight_fd if flags.frees_weight else turned_df,
+            weight_fd if flags.frees_weight else turned_df.t(),
             weight_scale,
         )
         ctx.flags, ctx.weight_dtype, ctx.has_bias = flags, weight_fd.dtype, bias_f is not None
@@ -184,19 +190,19 @@ class _Float8Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x, x_scale, turned_df, weight_scale = ctx.saved_tensors
-        x_turned_dn, flags = x, ctx.flags
+        x, x_scale, weight_fd, weight_scale = ctx.saved_tensors
+        x_nd, flags = x, ctx.flags
         if flags.keeps_input:
-            x_turned_dn = float8.cast(x, x_scale, float8.FORWARD, as_it_lies=False, has_gelu=flags.has_gelu).turned_cr
+            x_nd = float8.cast(x, x_scale, float8.FORWARD, as_it_lies=False, has_gelu=flags.has_gelu).turned_cr.T
         if flags.frees_weight:
-            turned_df = cast_weight(turned_df, as_it_lies=False).turned_df
+            weight_fd = cast_weight(weight_fd, as_it_lies=False).turned_df.T
         dy_nf = dy.flatten(0, -2)
         scale = float8.scale_of(dy_nf, float8.BACKWARD)
         cast_nf, turned_fn = float8.cast(dy_nf, scale, float8.BACKWARD)
-        dx_nd = float8.multiply(cast_nf, turned_df, scale, weight_scale, dy.dtype)
+        dx_nd = float8.multiply(cast_nf, weight_fd, scale, weight_scale, dy.dtype)
         if flags.has_gelu:
             dx_nd = fused.gelu_backward(dx_nd, x)
-        dweight_fd = float8.multiply(turned_fn, x_turned_dn, scale, x_scale, ctx.weight_dtype)
+        dweight_fd = float8.multiply(turned_fn, x_nd, scale, x_scale, ctx.weight_dtype)
         dbias_f = dy_nf.sum(0, dtype=torch.float32) if ctx.has_bias else None
         return dx_nd.view(*dy.shape[:-1], -1), dweight_fd, dbias_f, None, None, None, None, None
 
@@ -243,14 +249,14 @@ class Float8Head:
     def logits(self, x_nd: torch.Tensor) -> torch.Tensor:
         self.x_scale = float8.scale_of(x_nd, float8.FORWARD)
         cast_nd, self.x_turned_dn = float8.cast(x_nd, self.x_scale, float8.FORWARD)
-        return float8.multiply(cast_nd, self.weight.as_it_lies_fd, self.x_scale, self.weight.scale, self.dtype)
+        return float8.multiply(cast_nd, self.weight.as_it_lies_fd.T, self.x_scale, self.weight.scale, self.dtype)
 
     def gradient(self, dlogits_nv: torch.Tensor, out: torch.Tensor) -> None:
         cast_nv, self.turned_vn = float8.cast(dlogits_nv, self.gradient_scale, float8.BACKWARD)
-        out.copy_(float8.multiply(cast_nv, self.weight.turned_df, self.gradient_scale, self.weight.scale, self.dtype))
+        out.copy_(float8.multiply(cast_nv, self.weight.turned_df.T, self.gradient_scale, self.weight.scale, self.dtype))
 
     def add_weight_gradient_(self, dweight_vd: torch.Tensor) -> None:
         dweight_vd += float8.multiply(
-            self.turned_vn, self.x_turned_dn, self.gradient_scale, self.x_scale, torch.float32
+            self.turned_vn, self.x_turned_dn.T, self.gradient_scale, self.x_scale, torch.float32
         )
         del self.turned_vn, self.x_turned_dn

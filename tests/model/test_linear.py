@@ -1,13 +1,20 @@
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from fourfold.cost.params import sizes
+from fourfold.kernels import float8
 from fourfold.model import linear, norm
+from fourfold.model.gpt import GPT
 from fourfold.model.linear import Float8Head, Float8Product, HeadProducts, PlainHead, gelu, multiply
 from fourfold.model.loss import summed_cross_entropy
-from tests.tiny import built, tiny_model
+from fourfold.parallelize.recompute import apply_recompute
+from tests.tiny import built, random_tokens, tiny_model
 
 
 def inputs() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -110,6 +117,64 @@ def test_a_bias_may_be_summed_where_its_outputs_gradient_is_written(
     assert len(found[0]) == len(found[1]) and found[1]["blocks.1.attention.qkv.bias"].abs().max() > 1e-3
     for name, gradient in found[0].items():
         torch.testing.assert_close(found[1][name], gradient, rtol=1e-4, atol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize(("granularity", "fewer"), [(None, 2), ("core_attn", 2), ("full", 0)])
+def test_gelus_output_is_made_again_where_a_model_is_wide(
+    granularity: str | None, fewer: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (linear, norm):
+        monkeypatch.setattr(module, "sums_in_passing", lambda x: True)
+    model = tiny_model(num_layers=2, use_recompute=granularity is not None, recompute_granularity=granularity or "full")
+    tokens = random_tokens(2, 16, 50)
+    gradients, kept = [], []
+    for again_from in (2**30, 1):
+        monkeypatch.setattr(linear, "GELU_AGAIN_FROM", again_from)
+        torch.compiler.reset()
+        gpt = compiled(built(model))
+        apply_recompute(gpt, model)
+        widths: list[int] = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t, to=widths: to.append(t.shape[-1]) or t, lambda t: t):
+            loss = gpt(tokens, tokens)
+        loss.backward()
+        gradients.append({name: parameter.grad for name, parameter in gpt.named_parameters()})
+        kept.append(widths.count(sizes(model)[1]))
+    assert kept[0] - kept[1] == fewer
+    for name, gradient in gradients[0].items():
+        assert gradient.equal(gradients[1][name]), name
+
+
+def test_casts_are_freed_as_backward_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that a compiled backward turned itself would be held until all of it has ended."""
+    made: list[StorageWeakRef] = []
+
+    def watched(*arguments: Any, plain: Callable[..., Any] = float8.plain_cast) -> Any:
+        casts = plain(*arguments)
+        made.extend(StorageWeakRef(cast.untyped_storage()) for cast in casts)
+        return casts
+
+    def alive() -> int:
+        return sum(not ref.expired() for ref in made)
+
+    monkeypatch.setattr(float8, "plain_cast", watched)
+    torch.compiler.reset()
+    weights = [torch.randn(64, 64, requires_grad=True) for _ in range(2)]
+    ys, left = [torch.randn(16, 64, requires_grad=True)], []
+    for weight in weights:
+        product = Float8Product(has_gelu=False, keeps_input=False, frees_weight=False)
+        product.compile(dynamic=False, backend="aot_eager_decomp_partition")
+        ys.append(product(ys[-1], weight, None))
+    assert alive() == 4  # of each product its input and its weight, turned
+    ys[1].register_hook(lambda _: left.append(alive()))
+    ys[2].sum().backward()
+    assert left == [2] and alive() == 0
+
+
+def compiled(gpt: GPT) -> GPT:
+    """Block by block, with what the compiler keeps for backward, but without its code."""
+    for block in gpt.blocks.values():
+        block.compile(dynamic=False, backend="aot_eager_decomp_partition")
+    return gpt
 
 
 def test_blocks_are_compiled_once_for_all_layers() -> None:
