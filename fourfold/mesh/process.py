@@ -118,8 +118,11 @@ def join_processes(device: str, timeout_s: float, mine: Fingerprint | None = Non
         place = prepare_device(device, 0)
         timeout = timedelta(seconds=timeout_s)
         dist.init_process_group(backend_of(place), store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
-        yield Process(0, 1, 0, place, timeout_s)
-        dist.destroy_process_group()  # not after an error: it would wait for ranks that are gone
+        try:
+            yield Process(0, 1, 0, place, timeout_s)
+        finally:
+            with suppress(RuntimeError):  # where the device is what failed
+                dist.destroy_process_group()
         return
     meeting, local_rank = place_in(os.environ), int(os.environ.get("LOCAL_RANK", 0))
     try:
@@ -138,7 +141,7 @@ def join_processes(device: str, timeout_s: float, mine: Fingerprint | None = Non
         wait_for_all()
         failures.stop()  # the store goes with the first rank
         wait_for_all()  # whoever leaves early must not break the others' last exchange
-    dist.destroy_process_group()
+    dist.destroy_process_group()  # not after an error: it would wait for ranks that are gone
     del store  # until here, where it is the first rank's to keep
 
 

@@ -56,9 +56,12 @@ def multiply_then_gelu(x: torch.Tensor, weight_fd: torch.Tensor, bias_f: torch.T
     if not sums_in_passing(x):
         return gelu(multiply(x, weight_fd, bias_f))
     y = multiply(x, weight_fd, bias_f.detach())
+    # not in the function that has the gradient: PyTorch 2.11 makes nothing again that lies in one
     if x.shape[-1] < GELU_AGAIN_FROM:
-        return _SummedGelu.apply(y, bias_f)
-    return checkpoint(_SummedGelu.apply, y, bias_f, use_reentrant=False, preserve_rng_state=False)
+        out = gelu(y.detach())
+    else:
+        out = checkpoint(gelu, y.detach(), use_reentrant=False, preserve_rng_state=False)
+    return _SummedGelu.apply(y, bias_f, out)
 
 
 def multiply_then_split(
@@ -84,18 +87,18 @@ def split_heads(qkv_btf: torch.Tensor, head_width: int) -> tuple[torch.Tensor, t
 
 
 class _SummedGelu(torch.autograd.Function):
-    """gelu of something that a bias was added to."""
+    """gelu of something that a bias was added to; given the result, it has the gradients."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, bias_f: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, bias_f: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(x)
-        return gelu(x)
+        return y.view_as(y)
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (x,) = ctx.saved_tensors
         dx_nf, sums_pf = fused.gelu_gradient(dy.flatten(0, -2), x.flatten(0, -2))
-        return dx_nf.view(x.shape), sums_pf.sum(0)
+        return dx_nf.view(x.shape), sums_pf.sum(0), None
 
 
 class _SummedHeads(torch.autograd.Function):

@@ -218,7 +218,7 @@ def test_products_in_eight_bits_are_near_those_in_float64() -> None:
     exact_rc = (casts[0].double() / scales[0]) @ (casts[1].double() / scales[1]).T
     found_rc = float8.multiply(casts[0], casts[1].T, *scales, torch.float32)
     # a matrix unit for 8 bits adds up with fewer bits than float32 has
-    torch.testing.assert_close(found_rc.double(), exact_rc, rtol=1e-5, atol=1e-4 if DEVICE == "cpu" else 0.02)
+    assert (found_rc - exact_rc).norm() / exact_rc.norm() < (1e-6 if DEVICE == "cpu" else 1e-3)
 
 
 def test_zeros_are_not_scaled() -> None:
