@@ -1,7 +1,8 @@
 """Bytes of activations: what the forward of one micro batch leaves for its backward, and what a moment needs besides.
 
-The table is counted from model/gpt.py and tested against what autograd keeps. Compiling does not change it: PyTorch's
-partitioner makes neither norms, gelu nor dropout's masks again, the embedding's aside, since their uses are far apart.
+The table is counted from model/gpt.py and tested against what autograd keeps. Compiled block by block, only masks of
+dropout are made again whose first use in backward is what it begins with; PyTorch's partitioner makes nothing else
+again whose uses are far apart.
 No torch.
 """
 
@@ -18,7 +19,7 @@ FLOAT32_BYTES = 4
 INT64_BYTES = 8
 
 Width = Literal["hidden", "qkv", "ffn", "heads", "pair", "sequence"]
-Kind = Literal["compute", "input", "again", "float32", "dropout", "documents"]
+Kind = Literal["compute", "input", "again", "float32", "dropout", "last dropout", "documents"]
 Cut = Literal["features", "sequence", "nothing"]
 
 
@@ -51,7 +52,7 @@ KEPT = (
     Kept("up's input", "hidden", "input", "nothing", BLOCK),
     Kept("gelu's input", "ffn", "compute", "features", BLOCK),
     Kept("gelu's output, which is down's input", "ffn", "again", "features", BLOCK),
-    Kept("dropout2's mask", "hidden", "dropout", "sequence", BLOCK),
+    Kept("dropout2's mask", "hidden", "last dropout", "sequence", BLOCK),
 )
 
 BEGINNINGS = {
@@ -84,13 +85,18 @@ def is_float8(config: Config, layer: int) -> bool:
 
 
 def element_bytes(config: Config, layer: int) -> dict[Kind, int]:
-    compute, float8 = compute_bytes(config), is_float8(config, layer)
+    compute, float8, has_dropout = (
+        compute_bytes(config),
+        is_float8(config, layer),
+        config.model.hidden_dropout_prob > 0.0,
+    )
     return {
         "compute": compute,
         "input": 1 if float8 else compute,
         "again": 0 if float8 or makes_gelu_again(config) else compute,
         "float32": FLOAT32_BYTES,
-        "dropout": int(config.model.hidden_dropout_prob > 0.0),
+        "dropout": int(has_dropout),
+        "last dropout": int(has_dropout and not config.engine.compile),
         "documents": compute if config.data.reset_attention_mask else 0,
     }
 
@@ -181,7 +187,7 @@ def stage_bytes(config: Config, layout: Layout, stage: PipeStage) -> int:
     if config.data.reset_attention_mask:
         kept += tokens * config.data.max_seq_len  # the mask itself, a byte per pair
     if stage.has_embedding:
-        kept += tokens * (INT64_BYTES + hidden * int(config.model.hidden_dropout_prob > 0.0))
+        kept += tokens * (INT64_BYTES + hidden * element_bytes(config, 0)["last dropout"])
     if stage.has_head:  # the last norm's input; both gradients, which the loss makes in forward
         kept += between_blocks_bytes(config, layout)
         kept += tokens * hidden * compute_bytes(config) + FLOAT32_BYTES * vocab * hidden // layout.mp

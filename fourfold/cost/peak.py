@@ -63,13 +63,8 @@ def peak_bytes(config: Config, layout: Layout, at: Coordinate) -> Peak:
     moments = [block_moment_bytes(config, layout, first)]
     moments += [head_moment_bytes(config, layout)] * any(stage.has_head for stage in stages)
     after_forward = always + waiting * largest + max(moments)
-    after_backward = (
-        always
-        + (waiting - 1) * largest
-        + block_bytes(config, layout, first, granularity(config))
-        + block_moment_bytes(config, layout, first)
-        + new_gradient_bytes(config, layout, stages, micro_batches)
-    )
+    first_block = block_bytes(config, layout, first, granularity(config)) + block_moment_bytes(config, layout, first)
+    after_backward = always + (waiting - 1) * largest + last_bytes(config, layout, stages, micro_batches, first_block)
     return max(
         Peak(after_forward, before + after_forward),
         Peak(after_backward, state.total + after_backward),
@@ -96,18 +91,19 @@ def gathered_bytes(config: Config, layout: Layout, stages: list[PipeStage]) -> i
     return GATHERED_BLOCKS * block + each * held(layout, outside_blocks(config, stages))
 
 
-def new_gradient_bytes(config: Config, layout: Layout, stages: list[PipeStage], micro_batches: int) -> int:
-    """Gradients of the last micro batch that are not yet added to the others, or not yet cut."""
+def last_bytes(config: Config, layout: Layout, stages: list[PipeStage], micro_batches: int, first_block: int) -> int:
+    """When backward ends: what is left of the first block, and gradients of the last micro batch that are not yet added
+    to the others, or not yet cut."""
+    block = list(block_parameters(config.model, 0))
     if is_sharded(config, layout):
         both = compute_bytes(config) + FLOAT32_BYTES  # as they come, and on their way
-        fresh = [*block_parameters(config.model, 0), *outside_blocks(config, stages)]
-        return both * held(layout, fresh)
+        return first_block + both * held(layout, [*block, *outside_blocks(config, stages)])
+    if config.engine.compile and micro_batches > 1:  # a compiled backward hands over its block's gradients at its end
+        first_block += FLOAT32_BYTES * held(layout, block)
     hidden, _, vocab, _ = sizes(config.model)
     has_vocabulary = any(stage.has_embedding or stage.has_head for stage in stages)
-    of_embedding = FLOAT32_BYTES * vocab * hidden // layout.mp if has_vocabulary else 0
-    if config.engine.compile and micro_batches > 1:  # a compiled backward hands over its block's gradients at its end
-        return max(of_embedding, FLOAT32_BYTES * held(layout, list(block_parameters(config.model, 0))))
-    return of_embedding
+    embedding = FLOAT32_BYTES * vocab * hidden // layout.mp if has_vocabulary else 0  # after all blocks
+    return max(first_block, embedding)
 
 
 def outside_blocks(config: Config, stages: list[PipeStage]) -> list[Parameter]:

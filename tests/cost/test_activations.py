@@ -31,14 +31,13 @@ FIRST = Coordinate(0, 0, 0, 0)
 # torch.cuda.max_memory_allocated on one H200, in GiB: compiled, one micro batch of sequences of 1,024 tokens, bfloat16
 # unless a key says otherwise
 MEASURED: list[tuple[str, int, dict[str, object], float]] = [
-    ("gpt2-en", 64, {}, 20.97),
-    ("gpt2-en", 64, {"hidden_dropout_prob": 0.1}, 22.09),
-    ("gpt3-345M", 32, {}, 32.0),
-    ("gpt3-345M", 64, {}, 55.7),
-    ("gpt3-1.3B", 16, {}, 42.59),
-    ("gpt3-1.3B", 16, {"amp_dtype": "float8"}, 33.97),
-    ("gpt3-1.3B", 32, {}, 67.2),
-    ("gpt3-6.7B", 4, {}, 105.0),
+    ("gpt2-en", 64, {}, 21.06),
+    ("gpt2-en", 64, {"hidden_dropout_prob": 0.1}, 21.62),
+    ("gpt3-345M", 64, {}, 54.30),
+    ("gpt3-1.3B", 16, {}, 42.27),
+    ("gpt3-1.3B", 16, {"amp_dtype": "float8"}, 33.65),
+    ("gpt3-6.7B", 4, {}, 100.14),
+    ("gpt3-6.7B", 4, {"amp_dtype": "float8"}, 100.09),
 ]
 
 
@@ -58,11 +57,11 @@ def peak_of(world_size: int = 1, **keys: object) -> float:
 
 
 @pytest.mark.parametrize(("preset", "batch", "keys", "measured"), MEASURED)
-def test_the_forecast_is_within_a_tenth_of_what_was_measured(
+def test_the_forecast_is_within_a_fiftieth_of_what_was_measured(
     preset: str, batch: int, keys: dict[str, object], measured: float
 ) -> None:
     found = peak_of(model_name_or_path=preset, global_batch_size=batch, **keys)
-    assert found == pytest.approx(measured, rel=0.1)
+    assert found == pytest.approx(measured, rel=0.02)
 
 
 def test_a_machine_without_a_gpu_forecasts_the_same_for_one() -> None:
@@ -146,10 +145,14 @@ def assert_kept_as_forecast(keys: dict[str, Any], more_bytes: int = 0) -> None:
     assert kept == pytest.approx(forecast + more_bytes, rel=0.02)
 
 
-def test_a_compiled_model_keeps_the_same() -> None:
-    """What is kept is decided before code is made for any device."""
-    config = config_of(has_gpu=False, **SMALL)
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_the_table_is_what_a_compiled_model_keeps(dropout: float) -> None:
+    """That is decided before code is made for any device."""
+    config = config_of(has_gpu=False, **SMALL | {"hidden_dropout_prob": dropout, "compile": True})
     gpt = built(config.model)
+    for module in (gpt.embedding, *gpt.blocks.values(), gpt.norm):
+        assert module is not None
+        module.compile(backend="aot_eager_decomp_partition", dynamic=False)
     weights = {parameter.untyped_storage().data_ptr() for parameter in gpt.parameters()}
     tokens = random_tokens(8, 32, 200)
     kept: dict[int, torch.UntypedStorage] = {}
@@ -158,9 +161,8 @@ def test_a_compiled_model_keeps_the_same() -> None:
         kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
         return tensor
 
-    compiled = torch.compile(gpt, backend="aot_eager_decomp_partition", dynamic=False)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        compiled(tokens, tokens)
+        gpt(tokens, tokens, torch.arange(8))
     found = sum(storage.nbytes() for place, storage in kept.items() if place not in weights)
     assert found == pytest.approx(stage_bytes(config, Layout(), whole_model(3)), rel=0.02)
 
