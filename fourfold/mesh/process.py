@@ -190,6 +190,8 @@ def keep_compiled() -> str:
             ours = Path.home() / ".cache" / "fourfold" / "compiled"
             ours.mkdir(parents=True, exist_ok=True)
             os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder = str(ours)
+    if folder:  # Triton's own default changes once the compiler has compiled something
+        os.environ.setdefault("TRITON_CACHE_DIR", str(Path(folder) / "triton"))
     return folder or "the temporary folder"
 
 

@@ -49,10 +49,13 @@ def test_compiled_code_is_kept_in_a_known_folder_unless_another_is_set(
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "elsewhere")
-    assert keep_compiled() == "elsewhere"
+    monkeypatch.setenv("TRITON_CACHE_DIR", "theirs")
+    assert keep_compiled() == "elsewhere" and os.environ["TRITON_CACHE_DIR"] == "theirs"
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
-    assert Path(keep_compiled()) == tmp_path / ".cache" / "fourfold" / "compiled"
-    assert (tmp_path / ".cache" / "fourfold" / "compiled").is_dir()
+    monkeypatch.delenv("TRITON_CACHE_DIR")
+    ours = tmp_path / ".cache" / "fourfold" / "compiled"
+    assert Path(keep_compiled()) == ours and ours.is_dir()
+    assert Path(os.environ["TRITON_CACHE_DIR"]) == ours / "triton"
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
     (tmp_path / "file").write_text("", encoding="utf-8")
     monkeypatch.setenv("HOME", str(tmp_path / "file"))
