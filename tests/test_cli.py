@@ -15,7 +15,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from fourfold.checkpoint.store import complete_checkpoints
 from fourfold.cli import main
@@ -89,9 +88,6 @@ def run_here(arguments: list[str], folder: Path) -> subprocess.CompletedProcess[
         except SystemExit as ended:
             assert isinstance(ended.code, int)
             code = ended.code
-        finally:
-            if dist.is_initialized():
-                dist.destroy_process_group()
     return subprocess.CompletedProcess(arguments, code, stdout.getvalue(), stderr.getvalue())
 
 

@@ -3,12 +3,11 @@
 import io
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from rich.console import Console
 
 from fourfold.config.load import load_config
@@ -114,15 +113,9 @@ def run_training(config: Config) -> Outcome:
         return train(config, process, Console(file=io.StringIO()))
 
 
-@contextmanager
-def alone() -> Iterator[Process]:
-    """A process group of one, gone afterwards even if something was raised: other tests want theirs."""
-    try:
-        with join_processes("cpu", 60.0) as process:
-            yield process
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+def alone() -> AbstractContextManager[Process]:
+    """A process group of one."""
+    return join_processes("cpu", 60.0)
 
 
 @contextmanager

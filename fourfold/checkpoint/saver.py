@@ -50,6 +50,7 @@ class Saver:
         self.beside = beside
         # collectives of the thread must not meet those of the step
         self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+        self.rank = dist.get_rank()  # which the thread may want when the processes have left their group
         self.copies: dict[str, torch.Tensor] = {}
         self.thread: threading.Thread | None = None
         self.error: CheckpointError | None = None
@@ -128,7 +129,7 @@ class Saver:
         except RuntimeError as error:
             size = sum(tensor.nbytes for tensor in mine.values()) / 2**30
             raise CheckpointError(
-                f"engine.async_save needs {size:.1f} GiB of host memory on rank {dist.get_rank()}, which could not be "
+                f"engine.async_save needs {size:.1f} GiB of host memory on rank {self.rank}, which could not be "
                 f"had ({str(error).splitlines()[0]}); set engine.async_save = false"
             ) from error
 
@@ -146,13 +147,13 @@ class Saver:
                 f"the checkpoint of step {progress.step} could not be saved: {error}; what was saved before is "
                 f"untouched, so make room or choose another engine.output_dir and go on from there"
             )
-            if dist.get_rank() == 0:
+            if self.rank == 0:
                 with suppress(Exception):  # what was in the way of the save may be in the way of this too
                     remove_unfinished(self.output, progress.step)
             return
         took_s = time.perf_counter() - began_s
         self.slowest_s = max(self.slowest_s, took_s)
-        if dist.get_rank() == 0:
+        if self.rank == 0:
             log.info(f"saved {path} in {took_s:.2f} s")
 
     def _write(self, pieces: dict[str, Piece], progress: Progress, texts: dict[str, str]) -> AnyPath:

@@ -1,8 +1,8 @@
 """Bytes of activations: what the forward of one micro batch leaves for its backward, and what a moment needs besides.
 
-The table is counted from model/gpt.py and tested against what autograd keeps. Compiled block by block, only masks of
-dropout are made again whose first use in backward is what it begins with; PyTorch's partitioner makes nothing else
-again whose uses are far apart.
+The table is counted from model/gpt.py and tested against what autograd keeps. In a compiled block PyTorch's
+partitioner makes those masks of dropout again that backward begins with, and nothing else whose uses are far apart;
+what wide models make again besides is marked (`makes_gelu_again`).
 No torch.
 """
 
@@ -33,17 +33,19 @@ class Kept(NamedTuple):
     cut: Cut
     """What of it mp divides: its features, its sequence if sequence_parallel is on, or nothing."""
     forgotten: tuple[str, ...]
-    """The recompute granularities that make it again."""
+    """The recompute granularities that make it again; "compiled ..." where one graph holds what is recomputed and what
+    comes after it."""
 
 
 BLOCK, ATTENTION, CORE = ("full",), ("full", "full_attn"), ("full", "full_attn", "core_attn")
+AFTER_CORE = (*ATTENTION, "compiled core_attn")
 
 KEPT = (
     Kept("norm1's input, from which a block begins", "hidden", "compute", "sequence", ()),
     Kept("norm1's mean and deviation", "pair", "float32", "sequence", BLOCK),
     Kept("qkv's input", "hidden", "input", "nothing", ATTENTION),  # gathered by then, if it was cut
     Kept("queries, keys and values", "qkv", "compute", "features", ATTENTION),
-    Kept("attention's output, which is out's input", "hidden", "compute", "features", ATTENTION),
+    Kept("attention's output, which is out's input", "hidden", "compute", "features", AFTER_CORE),
     Kept("logarithms of attention's sums", "heads", "float32", "features", CORE),
     Kept("mask of documents", "sequence", "documents", "nothing", CORE),
     Kept("dropout1's mask", "hidden", "dropout", "sequence", BLOCK),
@@ -61,8 +63,8 @@ BEGINNINGS = {
 """What recomputing a part begins from, where the table does not hold it anyway."""
 
 GELU_AGAIN_FROM = 4096
-"""So wide, a compiled model on a GPU makes gelu's output again in backward: a quarter of what a block keeps, and the
-wider the model, the less it costs."""
+"""So wide, a compiled model in half precision on a GPU makes gelu's output again in backward: a quarter of what a block
+keeps, and the wider the model, the less it costs."""
 
 CHUNK_LOGITS, MOST_CHUNKS = 2**28, 8
 """The loss cuts no finer than into so many logits or chunks: each chunk is a pass over the head's gradient."""
@@ -84,21 +86,23 @@ def is_float8(config: Config, layer: int) -> bool:
     return has_float8(config) and ends.get(layer) not in config.engine.float8_except
 
 
-def element_bytes(config: Config, layer: int) -> dict[Kind, int]:
-    compute, float8, has_dropout = (
-        compute_bytes(config),
-        is_float8(config, layer),
-        config.model.hidden_dropout_prob > 0.0,
-    )
+def element_bytes(config: Config, layout: Layout, layer: int) -> dict[Kind, int]:
+    compute, float8 = compute_bytes(config), is_float8(config, layer)
+    has_dropout = config.model.hidden_dropout_prob > 0.0
     return {
         "compute": compute,
         "input": 1 if float8 else compute,
         "again": 0 if float8 or makes_gelu_again(config) else compute,
         "float32": FLOAT32_BYTES,
         "dropout": int(has_dropout),
-        "last dropout": int(has_dropout and not config.engine.compile),
+        "last dropout": int(has_dropout and not compiles_blocks(config, layout)),
         "documents": compute if config.data.reset_attention_mask else 0,
     }
+
+
+def compiles_blocks(config: Config, layout: Layout) -> bool:
+    """Each as one graph. Under mp only what is recomputed is compiled, inside of it (parallelize/apply.py)."""
+    return bool(config.engine.compile) and not (layout.mp > 1 and config.model.use_recompute)
 
 
 def makes_gelu_again(config: Config) -> bool:
@@ -126,8 +130,12 @@ def tokens_of(config: Config) -> int:
 
 def between_blocks_bytes(config: Config, layout: Layout) -> int:
     """The hidden states of one micro batch, as they go from block to block and from stage to stage."""
-    shares = layout.mp if config.distributed.sequence_parallel else 1
-    return tokens_of(config) * config.model.hidden_size * compute_bytes(config) // shares
+    return tokens_of(config) * config.model.hidden_size * compute_bytes(config) // sequence_shares(config, layout)
+
+
+def sequence_shares(config: Config, layout: Layout) -> int:
+    """Into how many the mp ranks cut what lies between the layers that they share."""
+    return layout.mp if config.distributed.sequence_parallel else 1
 
 
 def granularity(config: Config) -> str | None:
@@ -136,9 +144,10 @@ def granularity(config: Config) -> str | None:
 
 def block_bytes(config: Config, layout: Layout, layer: int, recomputed: str | None) -> int:
     """What one block keeps of one micro batch, where `recomputed` is made again in backward."""
-    width, each = widths(config), element_bytes(config, layer)
-    shares = {"features": layout.mp, "sequence": layout.mp if config.distributed.sequence_parallel else 1, "nothing": 1}
-    kept = [*(line for line in KEPT if recomputed not in line.forgotten), *BEGINNINGS.get(recomputed or "", ())]
+    width, each = widths(config), element_bytes(config, layout, layer)
+    shares = {"features": layout.mp, "sequence": sequence_shares(config, layout), "nothing": 1}
+    words = {recomputed, f"compiled {recomputed}"} if compiles_blocks(config, layout) else {recomputed}
+    kept = [*(line for line in KEPT if not words & {*line.forgotten}), *BEGINNINGS.get(recomputed or "", ())]
     activations = sum(tokens_of(config) * width[line.width] * each[line.kind] // shares[line.cut] for line in kept)
     return activations + weight_copy_bytes(config, layout, layer, recomputed)
 
@@ -187,7 +196,8 @@ def stage_bytes(config: Config, layout: Layout, stage: PipeStage) -> int:
     if config.data.reset_attention_mask:
         kept += tokens * config.data.max_seq_len  # the mask itself, a byte per pair
     if stage.has_embedding:
-        kept += tokens * (INT64_BYTES + hidden * element_bytes(config, 0)["last dropout"])
+        mask = tokens * hidden * element_bytes(config, layout, 0)["last dropout"]
+        kept += tokens * INT64_BYTES + mask // sequence_shares(config, layout)
     if stage.has_head:  # the last norm's input; both gradients, which the loss makes in forward
         kept += between_blocks_bytes(config, layout)
         kept += tokens * hidden * compute_bytes(config) + FLOAT32_BYTES * vocab * hidden // layout.mp
@@ -220,7 +230,8 @@ def block_moment_bytes(config: Config, layout: Layout, layer: int) -> int:
     hidden, ffn, _, _ = sizes(config.model)
     compute, ffn = compute_bytes(config), ffn // layout.mp
     again = block_bytes(config, layout, layer, None) - block_bytes(config, layout, layer, granularity(config))
-    hashes = 3 * FLOAT32_BYTES if config.model.hidden_dropout_prob > 0.0 and not config.engine.compile else 0
+    has_hashes = config.model.hidden_dropout_prob > 0.0 and not compiles_blocks(config, layout)
+    hashes = 3 * FLOAT32_BYTES if has_hashes else 0
     gradients = 2 * ffn * compute + hidden * (2 * compute + hashes)
     if is_float8(config, layer):
         gradients += ffn + 2 * hidden  # down's input turned; its gradient both ways

@@ -64,7 +64,8 @@ def peak_bytes(config: Config, layout: Layout, at: Coordinate) -> Peak:
     moments += [head_moment_bytes(config, layout)] * any(stage.has_head for stage in stages)
     after_forward = always + waiting * largest + max(moments)
     first_block = block_bytes(config, layout, first, granularity(config)) + block_moment_bytes(config, layout, first)
-    after_backward = always + (waiting - 1) * largest + last_bytes(config, layout, stages, micro_batches, first_block)
+    last = end_of_backward_bytes(config, layout, stages, micro_batches, first_block)
+    after_backward = always + (waiting - 1) * largest + last
     return max(
         Peak(after_forward, before + after_forward),
         Peak(after_backward, state.total + after_backward),
@@ -91,19 +92,22 @@ def gathered_bytes(config: Config, layout: Layout, stages: list[PipeStage]) -> i
     return GATHERED_BLOCKS * block + each * held(layout, outside_blocks(config, stages))
 
 
-def last_bytes(config: Config, layout: Layout, stages: list[PipeStage], micro_batches: int, first_block: int) -> int:
-    """When backward ends: what is left of the first block, and gradients of the last micro batch that are not yet added
-    to the others, or not yet cut."""
+def end_of_backward_bytes(
+    config: Config, layout: Layout, stages: list[PipeStage], micro_batches: int, first_block_bytes: int
+) -> int:
+    """What is left of the first block, and gradients of the last micro batch that are not yet added to the others, or
+    not yet cut."""
     block = list(block_parameters(config.model, 0))
     if is_sharded(config, layout):
         both = compute_bytes(config) + FLOAT32_BYTES  # as they come, and on their way
-        return first_block + both * held(layout, [*block, *outside_blocks(config, stages)])
-    if config.engine.compile and micro_batches > 1:  # a compiled backward hands over its block's gradients at its end
-        first_block += FLOAT32_BYTES * held(layout, block)
+        return first_block_bytes + both * held(layout, [*block, *outside_blocks(config, stages)])
+    # a compiled backward hands over its block's gradients at its end
+    waits = config.engine.compile and micro_batches > 1
+    gradient_bytes = FLOAT32_BYTES * held(layout, block) if waits else 0
     hidden, _, vocab, _ = sizes(config.model)
     has_vocabulary = any(stage.has_embedding or stage.has_head for stage in stages)
-    embedding = FLOAT32_BYTES * vocab * hidden // layout.mp if has_vocabulary else 0  # after all blocks
-    return max(first_block, embedding)
+    embedding_bytes = FLOAT32_BYTES * vocab * hidden // layout.mp if has_vocabulary else 0  # after all blocks
+    return max(first_block_bytes + gradient_bytes, embedding_bytes)
 
 
 def outside_blocks(config: Config, stages: list[PipeStage]) -> list[Parameter]:

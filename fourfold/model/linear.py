@@ -180,8 +180,7 @@ class _Float8Linear(torch.autograd.Function):
         casts = float8.cast(x_nd, scale, float8.FORWARD, turned=is_turned, has_gelu=flags.has_gelu)
         bias = None if bias_f is None else bias_f.to(x.dtype)
         y_nf = float8.multiply(casts.as_it_lies_rc, cast_fd.T, scale, weight_scale, x.dtype, bias)
-        # as backward multiplies with them: the compiler keeps a view that it makes itself there until all of backward
-        # has ended
+        # as backward multiplies with them: `.T` there, of what is saved, would be kept until the graph is gone
         ctx.save_for_backward(
             x_nd if flags.keeps_input else casts.turned_cr.t(),  # empty where there is no backward
             scale,

@@ -5,6 +5,7 @@ What comes out is this rank's pipe stages (one, without a pipe) and the way to r
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,7 @@ from fourfold.mesh.mesh import build_mesh
 from fourfold.model.gpt import GPT, Block
 from fourfold.model.init import initialize_shard
 from fourfold.parallelize.accumulate import Accumulated
+from fourfold.parallelize.forward import Forward, replace_forward
 from fourfold.parallelize.pipeline import Pipelined
 from fourfold.parallelize.precision import apply_float8, compute_dtype
 from fourfold.parallelize.recompute import apply_recompute
@@ -110,11 +112,16 @@ def apply_compile(gpt: GPT, config: Config, layout: Layout) -> None:
     if layout.mp > 1 and config.model.use_recompute:
         for block in blocks:
             for piece in COMPILED_INSIDE[config.model.recompute_granularity](block):
-                piece.forward = torch.compile(piece.forward, dynamic=False)
+                replace_forward(piece, compiled_forward(type(piece)))  # type: ignore[arg-type]
         return
     for module in (gpt.embedding, *blocks, gpt.norm):
         if module is not None:
             module.compile(dynamic=False)
+
+
+@cache
+def compiled_forward(kind: type[nn.Module]) -> Forward:
+    return torch.compile(kind.forward, dynamic=False)
 
 
 @torch.no_grad()

@@ -1,7 +1,7 @@
 """Recomputation: forget activations in forward, make them again in backward. Gradients do not change by a bit."""
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fourfold.config.schema import Model
 from fourfold.model.gpt import GPT, Block
+from fourfold.parallelize.forward import Forward, replace_forward
 
 # What is computed again, by the word in the config.
 GRANULARITIES: dict[str, Callable[[Block], nn.Module]] = {
@@ -22,20 +23,23 @@ GRANULARITIES: dict[str, Callable[[Block], nn.Module]] = {
 def apply_recompute(gpt: GPT, model: Model) -> None:
     if not model.use_recompute:
         return
+    # The generators' state is saved and put back only where something draws from them: hidden dropout does not.
+    draws = model.attention_probs_dropout_prob > 0.0
     for block in gpt.blocks.values():
         assert isinstance(block, Block)
         part = GRANULARITIES[model.recompute_granularity](block)
-        # Replacing forward, not wrapping the module, keeps every parameter's name. The generators' state is saved and
-        # put back only where something draws from them: hidden dropout does not.
-        again = partial(
-            checkpoint,
-            part.forward,
-            use_reentrant=False,
-            preserve_rng_state=model.attention_probs_dropout_prob > 0.0,
-        )
-        part.forward = partial(added_first, again) if part is block else again
+        replace_forward(part, forward_again(type(part), draws))  # type: ignore[arg-type]
 
 
-def added_first(forward: Callable[..., Any], x: torch.Tensor, late: torch.Tensor, *rest: Any) -> Any:
-    """What a block takes is kept for backward: one tensor then, not two."""
-    return forward(x + late, None, *rest)
+@cache
+def forward_again(kind: type[nn.Module], draws: bool) -> Forward:
+    again = partial(checkpoint, use_reentrant=False, preserve_rng_state=draws)
+
+    def forward(module: nn.Module, *inputs: Any) -> Any:
+        return again(partial(kind.forward, module), *inputs)
+
+    def forward_block(block: Block, x: torch.Tensor, late: torch.Tensor, *rest: Any) -> Any:
+        """What a block takes is kept for backward: one tensor then, not two."""
+        return forward(block, x + late, None, *rest)
+
+    return forward_block if issubclass(kind, Block) else forward

@@ -7,7 +7,6 @@ collectives written out. With `sequence_parallel` activations between the cut la
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -25,6 +24,7 @@ from fourfold.kernels.cross_entropy import RowStatistics
 from fourfold.model.dropout import Dropout
 from fourfold.model.gpt import GPT
 from fourfold.model.loss import Vocabulary, summed_cross_entropy
+from fourfold.parallelize.forward import Forward, replace_forward
 
 SEQUENCE_DIM = 1
 
@@ -95,46 +95,45 @@ def local(parameter: torch.Tensor) -> torch.Tensor:
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
-# How each kind of module computes on its share. They replace `forward`; the modules stay what they are.
+# How each kind of module computes on its share: its `forward`, on a module that has been told its region.
 
 
-def column_linear(module: Any, region: Region, x: torch.Tensor) -> Any:
+def column_linear(module: Any, x: torch.Tensor) -> Any:
     """Holds some of the output features, of which attention's layer makes heads."""
-    return module.multiply(enter(x, region), local(module.weight), local(module.bias))
+    return module.multiply(enter(x, module.region), local(module.weight), local(module.bias))
 
 
-def row_linear(module: Any, region: Region, x: torch.Tensor) -> torch.Tensor:
+def row_linear(module: Any, x: torch.Tensor) -> torch.Tensor:
     """Holds some of the input features; the bias, which every rank has, is added once, to the sum."""
-    return leave(module.multiply(x, local(module.weight), None), region) + module.bias.to(x.dtype)
+    return leave(module.multiply(x, local(module.weight), None), module.region) + module.bias.to(x.dtype)
 
 
-def vocabulary_embedding(module: Any, region: Region, tokens_bt: torch.Tensor) -> torch.Tensor:
+def vocabulary_embedding(module: Any, tokens_bt: torch.Tensor) -> torch.Tensor:
     """Holds the rows of some tokens; the others' come from the ranks that have them, through the sum."""
-    rows = region.share(module.num_embeddings)
+    rows = module.region.share(module.num_embeddings)
     is_elsewhere = (tokens_bt < rows.start) | (tokens_bt >= rows.stop)
     x_btd = F.embedding((tokens_bt - rows.start).masked_fill(is_elsewhere, 0), local(module.weight))
-    return leave(x_btd.masked_fill(is_elsewhere[..., None], 0.0), region)
+    return leave(x_btd.masked_fill(is_elsewhere[..., None], 0.0), module.region)
 
 
-def positions_share(module: Any, region: Region, positions: torch.Tensor) -> torch.Tensor:
+def positions_share(module: Any, positions: torch.Tensor) -> torch.Tensor:
     """Whole on every rank; with sequence_parallel a rank needs only the positions of its share. (t) or (b, t)."""
-    if region.sequence_parallel:
-        share = region.share(positions.shape[-1])
+    if module.region.sequence_parallel:
+        share = module.region.share(positions.shape[-1])
         positions = positions[..., share.start : share.stop]
     return F.embedding(positions, module.weight)
 
 
 def vocabulary_head(
     module: Any,
-    region: Region,
     x_btd: torch.Tensor,
     targets_bt: torch.Tensor | None,
     loss_weight: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Holds the logits of some tokens; only three numbers per position are ever exchanged for the loss."""
     assert targets_bt is not None, "a model under mp gives losses, not logits"
-    vocabulary = SharedVocabulary(region, module.weight.shape[0])
-    x_btd, weight_vd = enter(x_btd, region), local(module.weight)
+    vocabulary = SharedVocabulary(module.region, module.weight.shape[0])
+    x_btd, weight_vd = enter(x_btd, module.region), local(module.weight)
     return summed_cross_entropy(
         x_btd, weight_vd, targets_bt, module.vocab_size, vocabulary, module.products, loss_weight
     )
@@ -152,7 +151,7 @@ class SharedVocabulary(Vocabulary):
         return RowStatistics(highest_n, *_sum(sums_2n, self.group))
 
 
-MP_PLAN: dict[str, Callable[..., Any] | None] = {
+MP_PLAN: dict[str, Forward | None] = {
     "embedding.tokens": vocabulary_embedding,
     "embedding.positions": positions_share,
     "attention.qkv": column_linear,
@@ -178,17 +177,16 @@ def apply_tensor(gpt: GPT, model: Model, mp_mesh: DeviceMesh, sequence_parallel:
         return
     region = Region(mp_mesh.get_group(), mp_mesh.get_local_rank(), mp_mesh.size(), sequence_parallel)
     for parameter in parameters(model, gpt.stage):
-        module_name, _, leaf = parameter.name.rpartition(".")
-        module = gpt.get_submodule(module_name)
         if parameter.mp_dim is not None:
+            module_name, _, leaf = parameter.name.rpartition(".")
+            module = gpt.get_submodule(module_name)
             module.register_parameter(leaf, share_parameter(getattr(module, leaf), parameter.mp_dim, mp_mesh))
-        compute = MP_PLAN[plan_row(module_name)]
-        if compute is not None:
-            module.forward = partial(compute, module, region)
     gpt.tie_weights()
-    if gpt.is_tied:
-        assert gpt.head is not None
-        gpt.head.forward = partial(vocabulary_head, gpt.head, region)  # type: ignore[method-assign]
+    for name, module in gpt.named_modules():
+        compute = MP_PLAN[plan_row(name)] if list(module.parameters(recurse=False)) else None
+        if compute is not None:
+            module.region = region
+            replace_forward(module, compute)
     if sequence_parallel:
         for module in gpt.modules():
             if isinstance(module, Dropout):

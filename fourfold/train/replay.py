@@ -29,8 +29,7 @@ def is_replayable(config: Config, process: Process) -> bool:
         and process.world_size == 1
         and bool(config.engine.compile)
         and not config.distributed.sharding.sharding_offload
-        # attention's dropout draws from a generator, whose state recomputation would read on the host
-        and not (config.model.attention_probs_dropout_prob > 0.0 and config.model.use_recompute)
+        and not config.model.use_recompute  # which reads the state of attention's generator on the host
         and accumulation(config) <= MOST_MICRO_BATCHES
     )
 

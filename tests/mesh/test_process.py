@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
-from fourfold.mesh.process import keep_compiled
+from fourfold.errors import FourfoldError
+from fourfold.mesh.process import join_processes, keep_compiled
 from tests.mesh.four_ranks import RANKS, TIMEOUT_S
 
 ROOT = Path(__file__).parents[2]
@@ -42,6 +44,13 @@ def test_a_folder_that_machines_do_not_share_is_refused_on_all_in_the_same_words
     sentence = ranks[0]["not_shared"]
     assert "as rank 2 on" in sentence and "is not the one that rank 0 writes to" in sentence
     assert "that all machines share" in sentence and "s3://" in sentence
+
+
+def test_a_lone_process_leaves_its_group_after_an_error_too() -> None:
+    with pytest.raises(FourfoldError, match="out of paper"), join_processes("cpu", 60.0):
+        assert dist.get_world_size() == 1
+        raise FourfoldError("out of paper")
+    assert not dist.is_initialized()
 
 
 def test_compiled_code_is_kept_in_a_known_folder_unless_another_is_set(
