@@ -63,7 +63,9 @@ class Replay:
             # other threads may go on pinning memory for batches meanwhile
             with torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 self.result = compute(self.batch, self.numbers)
-        except torch.AcceleratorError as error:
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:  # the same lines have just run, unrecorded
             raise ConfigError(
                 f"engine.compile = true records steps as a CUDA graph, which failed here ({first_line(error)}); "
                 "write compile: false"

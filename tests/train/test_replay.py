@@ -83,19 +83,36 @@ def test_a_step_is_recorded_once_and_replayed_with_what_is_new(recorded: list[An
     assert [result.total.item() for result in results[STEPS_BEFORE:]] == [18.0, 24.0, 30.0]  # none overwritten since
 
 
+@pytest.mark.parametrize("kind", [torch.AcceleratorError, RuntimeError])
 def test_a_step_that_cannot_be_recorded_ends_with_a_sentence(
-    recorded: list[Any], monkeypatch: pytest.MonkeyPatch
+    kind: type[RuntimeError], recorded: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     @contextmanager
     def refusing(graph: Any, capture_error_mode: str) -> Iterator[None]:
         yield
-        raise torch.AcceleratorError("operation not permitted when stream is capturing\nand much more")
+        raise kind("operation not permitted when stream is capturing\nand much more")
 
     monkeypatch.setattr(torch.cuda, "graph", refusing)
     replay, step = Replay(is_possible=True), Step()
     for _ in range(STEPS_BEFORE):
         replay(step, batch_of(1), torch.tensor([0.5]))
     with pytest.raises(ConfigError, match=r"not permitted when stream is capturing\); write compile: false"):
+        replay(step, batch_of(1), torch.tensor([0.5]))
+
+
+def test_a_recording_for_which_memory_is_too_small_is_told_as_such(
+    recorded: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @contextmanager
+    def too_large(graph: Any, capture_error_mode: str) -> Iterator[None]:
+        yield
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(torch.cuda, "graph", too_large)
+    replay, step = Replay(is_possible=True), Step()
+    for _ in range(STEPS_BEFORE):
+        replay(step, batch_of(1), torch.tensor([0.5]))
+    with pytest.raises(torch.OutOfMemoryError):
         replay(step, batch_of(1), torch.tensor([0.5]))
 
 
