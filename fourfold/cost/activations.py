@@ -101,7 +101,7 @@ def element_bytes(config: Config, layout: Layout, layer: int) -> dict[Kind, int]
 
 
 def compiles_blocks(config: Config, layout: Layout) -> bool:
-    """Each as one graph. Under mp only what is recomputed is compiled, inside of it (parallelize/apply.py)."""
+    """Each as one graph. Under mp, with recomputation, only pieces of them are compiled (parallelize/apply.py)."""
     return bool(config.engine.compile) and not (layout.mp > 1 and config.model.use_recompute)
 
 

@@ -29,7 +29,7 @@ def is_replayable(config: Config, process: Process) -> bool:
         and process.world_size == 1
         and bool(config.engine.compile)
         and not config.distributed.sharding.sharding_offload
-        and not config.model.use_recompute  # which reads the state of attention's generator on the host
+        and not config.model.use_recompute  # compiled, it reads the state of attention's generator on the host
         and accumulation(config) <= MOST_MICRO_BATCHES
     )
 
